@@ -69,8 +69,8 @@ def reinforce_pp(
 class Estimate:
     """What the setting ``advantage`` names: a function from rewards to advantages, with its settings.
 
-    poise passes the arguments that the function names: ``rewards`` (B,), ``groups`` (B,), ``mask`` (B, T). One with
-    ``groups`` compares the responses to a prompt, so there must be two of them. Its other parameters are settings.
+    poise passes those of ``rewards`` (B,), ``groups`` (B,) and ``mask`` (B, T) that the function has as parameters; its
+    other parameters are settings. A function with ``groups`` needs at least two responses to each prompt.
     """
 
     text: str
@@ -92,12 +92,12 @@ class Estimate:
 
     @property
     def needs_groups(self) -> bool:
-        """Whether it compares the responses to a prompt with each other."""
+        """Whether the function compares the responses to a prompt with each other."""
         return "groups" in signature(self.function).parameters
 
     @property
     def within_groups(self) -> bool:
-        """Whether it never compares beyond a group."""
+        """Whether an advantage depends only on the rewards of its own group."""
         return self.function in (group_zscore, group_centered, leave_one_out)
 
 
@@ -110,11 +110,11 @@ TABLE: dict[str, Callable[..., Tensor]] = {  # the names of the setting ``advant
     "reinforce-pp-baseline": lambda rewards, groups: reinforce_pp(rewards, groups),
     "reinforce-pp-baseline-tokens": lambda rewards, groups, mask: reinforce_pp(rewards, groups, mask=mask),
 }
-LARGEST = 1e15  # size of a reward: the sums of squares of many must not overflow float32
+LARGEST = 1e15  # absolute value of a reward: a sum of squared rewards must not overflow float32
 
 
 def advantage(function: F) -> F:
-    """Allow settings to name a function of your own by its file or dotted path (``Estimate`` says what it is given).
+    """Allow settings to name a function of your own by its file or dotted path. ``Estimate`` lists its arguments.
 
     >>> @poise.advantage
     ... def above_half(rewards, scale: float = 1.0):

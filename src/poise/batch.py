@@ -27,7 +27,7 @@ _PER_RESPONSE = ("rewards",)
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens that responses follow. Responses to equal prompts share one pass over the prompt.
+    """The tokens before a response. Responses to equal prompts share one pass over the prompt.
 
     ``key`` distinguishes prompts with equal tokens, such as prompts with different images.
     """
@@ -36,7 +36,7 @@ class Prompt:
     key: Hashable = None
 
     def then(self, tokens: Sequence[int]) -> Prompt:
-        """The prompt that continues with these tokens."""
+        """This prompt with ``tokens`` appended."""
         return Prompt((*self.tokens, *tokens), self.key)
 
 
@@ -44,8 +44,8 @@ class Extent(NamedTuple):
     """Facts about a row that the host knows, so that packing needs no transfer from the device."""
 
     prompt: Prompt
-    length: int  # tokens of the response up to the model's last one, the environment's included
-    own: int  # how many of them the model wrote
+    length: int  # response tokens up to the model's last token, including the environment's
+    own: int  # number of these tokens that the model wrote
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +70,10 @@ class TokenBatch:
     hidden: Tensor | LazyHidden | None = None
     head: HeadLike | None = None  # (V, d) weight, a Head, or a callable hidden -> logits
     targets: Tensor | None = None  # (B, T) sampled token ids
-    # (B, T) log-probability under the old policy filtered by min-p and renormalised, for the surrogate lp-reg; −inf for
-    # tokens that the filter leaves out
+    # (B, T) log-probability under the old policy after a min-p filter and renormalisation, for the surrogate lp-reg;
+    # −inf for tokens that the filter removes
     min_p_logp: Tensor | None = None
-    extents: Sequence[Extent] | None = None  # B of them, on the host: what a pass of poise's own model needs
+    extents: Sequence[Extent] | None = None  # one per response, on the host; a pass of poise's own model needs them
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -148,7 +148,7 @@ class TokenBatch:
         return hidden.detach()
 
     def rows(self, ix: Rows) -> TokenBatch:
-        """The batch restricted to some rows (a mini- or micro-batch). Not checked again; a slice copies nothing."""
+        """The batch restricted to some rows (a mini- or micro-batch), without new checks. A slice copies nothing."""
         part, index = copy.copy(self), _on_device(ix, self.mask)
         for item in fields(self):
             value = getattr(self, item.name)
@@ -227,7 +227,7 @@ class Phase:
 def padded_batch(
     prompts: Sequence[Prompt], tokens: Sequence[Tensor], device: torch.device, own: Sequence[Tensor] = (), **fields: Any
 ) -> TokenBatch:
-    """The batch of these responses on a device. ``own`` marks the tokens that the model wrote; by default, all.
+    """Build the batch of these responses on a device. ``own`` marks the tokens that the model wrote; by default, all.
 
     ``fields`` are the fields of ``TokenBatch``; lists of (n,) tensors are padded. Old log-probabilities and advantages
     are 0 unless passed.
@@ -246,7 +246,7 @@ def padded_batch(
 
 
 def _on_device(ix: Rows, values: Tensor) -> slice | Tensor:
-    """Row numbers where the values are. Indexing with a list would make the host wait for the device, every time."""
+    """Row numbers on the values' device. Indexing with a list would make the host wait for the device every time."""
     if isinstance(ix, slice | Tensor):
         return ix
     return send(torch.arange(len(values))[ix], values.device)

@@ -1,20 +1,21 @@
 """Diagnostics of an update: which tokens drive it, and how it changes the likelihood of correct responses.
 
-``dominance`` repeats the analysis of arXiv 2505.12929 (its first figures) and 2505.18830 for any loop and any
-regulators. Everything is measured: a gradient is a backward pass over all parameters with the tokens of one interval
-only; an effect is measured by taking a real optimizer step, which is then undone.
+``dominance`` repeats the analyses of arXiv 2505.12929 (its first figures) and 2505.18830 for any loop and any
+regulators. It measures a gradient by a backward pass over all parameters with the tokens of one interval only, and an
+effect by a real optimizer step, which it then undoes.
 
 For each regulator, with K intervals:
 
-- ``norm`` (K,): ‖g_i‖, the gradient that interval i produces on its own. The loss divides by the count of all tokens,
-  so the g_i add up to the gradient g of all; ``full`` is ‖g‖, ``residual`` is ‖Σ g_i − g‖ / ‖g‖, rounding only.
+- ``norm`` (K,): ‖g_i‖, where g_i is the gradient from interval i alone. The loss divides by the count of all tokens, so
+  the g_i add up to the gradient g of all tokens; ``full`` is ‖g‖, ``residual`` is ‖Σ g_i − g‖ / ‖g‖, rounding only.
 - ``per_token`` (K,): ‖g_i‖ divided by the interval's number of tokens: this compares rare and frequent tokens.
 - ``share`` (K,): ⟨g_i, g⟩ / ‖g‖², interval i's part in the whole gradient. Shares add up to 1; one can be negative.
 - ``norm_share`` (K,): ‖g_i‖ / Σ_j ‖g_j‖.
-- ``cosine`` (K, K), and ``split_cosine`` (K − 1,): between all tokens below an edge and all above it.
-- ``influence``: K + 1 effects. Effect i is the effect of a step on only interval i; the last one is the effect of
-  the regulator's update with all phases. Each has, over the tokens of each interval, the mean of |Δp| (``moved``),
-  of |Δ log p| (``moved_log``), and of Δp where the advantage is positive (``rewarded``) or negative (``punished``).
+- ``cosine`` (K, K): between the gradients of two intervals; ``split_cosine`` (K − 1,): between the gradients of all
+  tokens below an edge and all tokens above it.
+- ``influence``: K + 1 effects. Effect i is the effect of a step on only interval i; the last one is the effect of the
+  regulator's update with all phases. Each has, over the tokens of each interval, the mean of |Δp| (``moved``), of
+  |Δ log p| (``moved_log``), and of Δp where the advantage is positive (``rewarded``) or negative (``punished``).
 - ``displacement``: the change of the correct responses' log-likelihood.
 """
 
@@ -57,7 +58,7 @@ class Intervals:
 
     @classmethod
     def cut(cls, inner: Sequence[float]) -> Intervals:
-        """From the inner edges, without 0 and 1."""
+        """The intervals with these inner edges; 0 and 1 are added."""
         return cls((0.0, *inner, 1.0))
 
     def __len__(self) -> int:
@@ -80,10 +81,10 @@ BLOCK = 1 << 24  # elements of logits in memory at a time
 
 @torch.no_grad()
 def gradient_sizes(hidden: Tensor, targets: Tensor, head: HeadLike, *, block: int = BLOCK) -> Tensor:
-    """(N,) ``‖e_y − π‖`` of N tokens: the norm of ``∂ log π(y) / ∂ logits``, π the distribution that sampling used.
+    """(N,) ``‖e_y − π‖``: the norm of ``∂ log π(y) / ∂ logits``, where π is the distribution that sampling used.
 
-    ``‖e_y − π‖² = (1 − π(y))² + Σ_{v≠y} π(v)²``. It lies between ``1 − p`` and ``√2·(1 − p)``, nearer to the
-    upper end the fewer rivals the token has. In the loss, a token's weight, advantage and ratio multiply it.
+    ``‖e_y − π‖² = (1 − π(y))² + Σ_{v≠y} π(v)²``. It lies between ``1 − p`` and ``√2·(1 − p)``, nearer to the upper end
+    the fewer rivals the token has. In the loss, a token's weight, advantage and ratio multiply it.
     """
 
     def norms(logits: Tensor, targets: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ def gradient_sizes(hidden: Tensor, targets: Tensor, head: HeadLike, *, block: in
 
 @torch.no_grad()
 def logit_rounding(hidden: Tensor, targets: Tensor, head: HeadLike, *, block: int = BLOCK) -> Tensor:
-    """(N,) how far p of N tokens moves if their logits are rounded to bfloat16: noise that no update makes."""
+    """(N,) how far each token's p moves if its logits are rounded to bfloat16: noise that no update causes."""
 
     def moved(logits: Tensor, targets: Tensor) -> Tensor:
         rounded = logits.bfloat16().to(logits.dtype)
@@ -109,7 +110,7 @@ def logit_rounding(hidden: Tensor, targets: Tensor, head: HeadLike, *, block: in
 def _over_logits(
     measure: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor, head: HeadLike, block: int
 ) -> Tensor:
-    """(N,) what ``measure`` makes of the logits (n, V) and targets (n,) of n tokens at a time."""
+    """Apply ``measure`` to the logits (n, V) and targets (n,) of n tokens at a time; return its values, (N,)."""
     head = as_head(head)
     values = []
     size = 1
@@ -287,7 +288,7 @@ def _sum(gradients: Sequence[Gradient]) -> Gradient:
 
 
 def _cosine(gram: Tensor, cut: int) -> float | None:
-    """The cosine between the sum of the first ``cut`` gradients and that of the others, from the Gram matrix."""
+    """The cosine between the sum of the first ``cut`` gradients and the sum of the others, from the Gram matrix."""
     low, high, between = gram[:cut, :cut].sum(), gram[cut:, cut:].sum(), gram[:cut, cut:].sum()
     return float(between / (low * high).sqrt()) if low > 0 and high > 0 else None
 
@@ -310,7 +311,7 @@ class Loop(Protocol):
 
     batch: TokenBatch
     settings: Settings
-    parameters: Sequence[Tensor]  # the optimizer's
+    parameters: Sequence[Tensor]  # the optimizer's parameters
 
     def gradient(self, phase: Phase) -> None:
         """Set the parameters' gradients to the gradient of the phase's loss over the whole batch."""

@@ -45,7 +45,7 @@ class Head:
 
     @classmethod
     def of(cls, output: Any, config: Any, temperature: float = 1.0, master: Tensor | None = None) -> Head:
-        """From a transformers model's output embeddings, with the scale and soft-cap of its config."""
+        """Build a head from a transformers model's output embeddings and the scale and soft-cap of its config."""
         scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(output.weight, getattr(output, "bias", None), temperature, scale, softcap, master)
@@ -66,8 +66,8 @@ class Head:
     def finish(self, product: Tensor, vocabulary: slice | Tensor = slice(None)) -> Tensor:
         """Turn ``W h`` into logits, for a slice of the vocabulary or for an index of token ids.
 
-        At least float32, like the kernels: if sampling rounded scale, cap or temperature to half precision, its
-        log-probabilities would differ from those of the update.
+        The result is at least float32, as in the kernels: if sampling rounded scale, cap or temperature to half
+        precision, sampling and update would compute different log-probabilities.
         """
         logits = product.to(accumulator(product.dtype))
         if self.bias is not None:

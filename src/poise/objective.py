@@ -15,8 +15,8 @@ One optimizer step uses one mini-batch, often in several micro-batches. Compute 
 ...             loss.backward()
 ...         optimizer.step()
 
-Three surrogates (gspo, kl-cov, lp-reg) need the current log-probabilities of the whole mini-batch first: take
-``whole = survey(logp, mini, settings)`` beside ``normalizer``, without gradients, and pass ``survey=whole.rows(jx)``.
+Three surrogates (gspo, kl-cov, lp-reg) first need the current log-probabilities of the whole mini-batch: compute
+``whole = survey(logp, mini, settings)`` once per mini-batch, without gradients, and pass ``survey=whole.rows(jx)``.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ def kl_divergence(logp: Tensor, ref_logp: Tensor, kind: str = Settings.kl) -> Te
 
 
 def importance_weights(batch: TokenBatch, settings: Settings) -> Tensor | None:
-    """(B, T) weights that correct for a sampler whose log-probabilities differ; None if nothing is to be corrected.
+    """(B, T) truncated importance weights ``min(old / sampler, importance_cap)``.
 
-    They are truncated importance weights ``min(old / sampler, importance_cap)``.
+    They correct for a sampling engine whose log-probabilities differ from ``old_logp``. None without ``sampler_logp``
+    or without a cap.
     """
     if batch.sampler_logp is None or settings.importance_cap is None:
         return None
@@ -75,7 +76,7 @@ def active(batch: TokenBatch, phase: Phase, settings: Settings) -> Tensor:
 
 
 def normalizer(batch: TokenBatch, settings: Settings) -> Tensor:
-    """The divisor of a mini-batch's loss: a count over all its response tokens, the same in every phase.
+    """The divisor of a mini-batch's loss, which depends on the aggregation and is the same in every phase.
 
     Responses without tokens do not count.
     """
@@ -161,7 +162,7 @@ def policy_loss(
     """The loss of a micro-batch, and its metrics.
 
     ``logp`` (B, T) are the current log-probabilities of the sampled tokens, with gradients. ``entropy`` (B, T) are the
-    current entropies, needed for an entropy bonus. ``survey`` are these rows of what the function ``survey`` returned,
+    current entropies, needed for an entropy bonus. ``survey`` has these rows of the result of the function ``survey``,
     for surrogates that need it. Values outside the mask may be anything. Loss and metrics are this micro-batch's share:
     sum them over the mini-batch. Metrics are averaged like the loss (with token-mean, ``optim/clip_high`` is a share of
     the tokens) and stay on the device. ``poise.head.policy_loss`` computes the same loss from hidden states and never

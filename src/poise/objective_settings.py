@@ -23,15 +23,15 @@ class Settings:
     """Settings of the objective. Clips follow the AR/Lopti authors; their K&K runs add ``kl_coef=0.001``."""
 
     clip_low: float = 0.20
-    """A token with A < 0 is held back below the ratio 1 − clip_low (surrogate clip alone)."""
+    """A token with A < 0 has no policy gradient below the ratio 1 − clip_low (only with the surrogate clip)."""
     clip_high: float = 0.24
-    """A token with A > 0 is held back above the ratio 1 + clip_high (surrogate clip alone)."""
+    """A token with A > 0 has no policy gradient above the ratio 1 + clip_high (only with the surrogate clip)."""
     dual_clip: float | None = 10.0
-    """Bounds the loss of a token with A < 0 at dual_clip·|A| (surrogate clip alone); null: unbounded."""
+    """Bounds the loss of a token with A < 0 at dual_clip·|A| (only with the surrogate clip); null: unbounded."""
     kl: str = "k3"
     """Estimator of the KL term: k1, k2 or k3."""
     kl_coef: float = 0.0
-    """Weight of the KL term to the starting weights; 0: none, and no reference model."""
+    """Weight of the KL divergence from the starting model; 0: no KL term and no reference model."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     aggregation: str = TOKEN_MEAN
@@ -39,10 +39,11 @@ class Settings:
     max_length: int | None = None
     """For fixed-length (Dr. GRPO): the constant divisor of every response's sum."""
     importance_cap: float | None = 2.0
-    """Upper bound of old / sampler probability, given sampler_logp; null: no correction."""
+    """Upper bound of the importance weight, old / sampler probability, if the batch has sampler_logp; null: no
+    correction."""
     surrogate: object = "clip"
-    """The policy term: clip, cispo, gspo, sapo, dppo, kl-cov or lp-reg, with settings as in dppo(delta=0.2), or one of
-    your own: file.py:Class; in Python also a ``Surrogate``."""
+    """The policy term: clip, cispo, gspo, sapo, dppo, kl-cov or lp-reg, with settings as in dppo(delta=0.2), or your
+    own, file.py:Class; in Python also a ``Surrogate``."""
 
     def __post_init__(self) -> None:
         check_range("objective", "clip_low", self.clip_low, 0.0, 1.0)
@@ -84,7 +85,7 @@ class Settings:
 
     @property
     def min_p(self) -> float | None:
-        """The filter of ``TokenBatch.min_p_logp``, if the surrogate reads that; else None."""
+        """The min-p filter behind ``TokenBatch.min_p_logp`` if the surrogate reads that field; else None."""
         from poise.surrogates import LpReg
 
         return self.rule.min_p if isinstance(self.rule, LpReg) else None

@@ -1,8 +1,8 @@
-"""Bit-identical runs on one GPU model: what ``deterministic=true`` turns on in the process, for the time of a run.
+"""Bit-identical runs on one GPU model: what ``deterministic=true`` changes in the process while a run lasts.
 
-torch's deterministic algorithms cover the backward pass of attention (flash attention asks torch's own switch), sums
-over equal indices, and inductor. Decisions that follow the memory that happens to be free follow the plan of the run
-instead (``device.free_bytes``), and a pass that runs out of memory ends the run (``models.scoring.take_less``).
+torch's deterministic algorithms cover the backward pass of attention (flash attention obeys torch's switch), sums over
+equal indices, and inductor. Decisions that otherwise depend on free memory use the run's planned memory
+(``device.free_bytes``), and a pass that runs out of memory ends the run (``models.scoring.take_less``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from poise._lib import device as _device
 from poise._lib.errors import UserError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-FIXED = (":4096:8", ":16:8")  # with which cuBLAS promises the same result on every stream
-INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"  # inductor measures no kernels to choose among
+FIXED = (":4096:8", ":16:8")  # cuBLAS guarantees the same result on every stream with these values
+INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"  # inductor chooses kernels without timing them
 
 
 class NotRepeatableError(UserError, RuntimeError):
@@ -30,8 +30,8 @@ class NotRepeatableError(UserError, RuntimeError):
 def deterministic(device: torch.device, held: int | None) -> Iterator[None]:
     """Within this context, CUDA computes the same bits from the same inputs. On a CPU it does nothing.
 
-    ``held`` are the bytes that the run holds from its first to its last step, by its settings alone; None if they are
-    not known: then half of the device's memory.
+    ``held`` is the number of bytes that the run holds throughout, computed from its settings alone. With None, half of
+    the device's memory is assumed.
     """
     if device.type != "cuda":
         yield
@@ -54,7 +54,7 @@ def deterministic(device: torch.device, held: int | None) -> Iterator[None]:
 
 
 def fix_workspace() -> None:
-    """Let cuBLAS have a fixed workspace, which it reads when CUDA starts."""
+    """Give cuBLAS a workspace of fixed size. It reads the environment variable when CUDA starts."""
     found = os.environ.get(WORKSPACE)
     if found in FIXED:
         return
@@ -72,7 +72,7 @@ def fix_workspace() -> None:
 
 
 def fix_inductor() -> None:
-    """Let torch.compile choose kernels without measuring them; the environment reaches its worker processes too."""
+    """Make torch.compile choose kernels without timing them. The variable also reaches its worker processes."""
     os.environ[INDUCTOR] = "1"
     if (config := sys.modules.get("torch._inductor.config")) is not None:
         config.deterministic = True  # type: ignore[attr-defined]

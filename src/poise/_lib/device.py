@@ -18,20 +18,20 @@ from torch import Tensor
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 LARGEST_VALUE = 2**31 - 1  # of an argument of mallopt
 LARGEST_HEAP_BLOCK = 32 << 20  # bytes: glibc's own upper bound
-PLANNED_SHARE = 0.8  # of what a run does not hold; the rest is for activations, other engines' caches, and gaps
+PLANNED_SHARE = 0.8  # of the memory a run does not hold; the rest: activations, other engines' caches, fragmentation
 
 _held: int | None = None  # bytes that the run holds by its settings, inside ``planned``
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed, and the C compiler that it needs to build kernel launchers."""
+    """Whether Triton and the C compiler that builds its kernel launchers are installed."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     return find_spec("triton") is not None and compiler is not None
 
 
 def suits_triton(values: Tensor) -> bool:
-    """Whether our kernels accept this tensor: it is on CUDA and not float64, which plain torch computes."""
+    """Whether our Triton kernels accept this tensor. They need CUDA and do not support float64."""
     return values.is_cuda and values.dtype != torch.float64 and has_triton()
 
 
@@ -46,7 +46,7 @@ def send(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 def free_bytes(device: torch.device) -> int:
     """Free memory: what CUDA reports, plus what torch has reserved but does not use.
 
-    Inside ``planned`` it does not depend on the moment: a share of what the run leaves of the device.
+    Inside ``planned``, a fixed share of the memory that the run does not hold, whatever is free now.
     """
     if _held is not None:
         return max(0, int(PLANNED_SHARE * ((total_bytes(device) or 0) - _held)))
@@ -66,7 +66,7 @@ def planned(held: int) -> Iterator[None]:
 
 
 def is_planned() -> bool:
-    """Whether decisions must be the same in every run of these settings: inside ``planned``."""
+    """True inside ``planned``: decisions must be the same in every run of these settings."""
     return _held is not None
 
 
@@ -95,9 +95,9 @@ def keep_freed_memory() -> bool:
 
 
 def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``rows.cumsum(-1)`` of (n, V), also in torch's deterministic mode, which refuses it on CUDA.
+    """``rows.cumsum(-1)`` of (n, V). It also works in torch's deterministic mode, which refuses ``cumsum`` on CUDA.
 
-    CUDA sums a single long row in varying order, but several rows in a fixed one.
+    CUDA sums a single long row in varying order but several rows in a fixed order.
     """
     if not torch.are_deterministic_algorithms_enabled():
         return rows.cumsum(-1, dtype=dtype)
@@ -111,7 +111,7 @@ def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def kth_value(values: Tensor, k: int) -> Tensor:
-    """The k-th smallest of (n,) values. On CUDA, deterministic mode refuses torch's own, which returns an index too."""
+    """The k-th smallest of (n,) values. On CUDA, deterministic mode refuses ``kthvalue``: its index may vary."""
     return values.sort().values[k - 1] if values.is_cuda else values.kthvalue(k).values
 
 
@@ -132,7 +132,7 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Restore the states of all global random number generators, which a task or a reward may use."""
+    """On exit, restore all global random number generators: a task or a reward may draw from them."""
     import numpy  # torch does not require it
 
     states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - user code may draw from it

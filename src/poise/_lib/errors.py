@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Real
 
-# Every message about an extra; CONTRIBUTING.md, "Release", has the form for the package index.
+# How to install an extra, for messages. CONTRIBUTING.md, "Release", has the command for the package index.
 INSTALL = "in your clone of poise run: pip install -e '.[{extra}]' -c constraints.txt"
 LONGEST = 100  # characters of a value shown in a message
 LONGEST_QUOTE = 60  # characters of a text that a model wrote
@@ -113,8 +113,8 @@ def quote(text: str, longest: int = LONGEST_QUOTE) -> str:
     return f'"{start[:longest]}..."' if cut else f'"{start}"'
 
 
-# Fonts do not draw these characters, so different texts could look the same. They are Unicode's
-# Default_Ignorable_Code_Point, which Python lacks, as far as str.isprintable accepts them.
+# Fonts do not draw these characters, so different texts could look the same. str.isprintable accepts them. They
+# have Unicode's property Default_Ignorable_Code_Point, which Python does not offer.
 IGNORABLE = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u3164\uffa0"  # joiner, fillers, inherent vowels
     + "".join(map(chr, [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)]))  # variation selectors

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 TEMPORARY = ".tmp-"  # prefix of a file that is being written
 OLD = ".old-"  # prefix of a folder that is being replaced
 MANIFEST = "manifest.json"
-SEAL = "checksum"  # the key under which a document stores its own
+SEAL = "checksum"  # the key of a document's checksum
 
 
 def dumps(data: Any, indent: int | None = None) -> bytes:
@@ -46,7 +46,7 @@ def loads(text: bytes | str) -> Any:
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` with a checksum of its contents. ``run``, the folder, is left out: folders may be moved."""
+    """``data`` with a checksum of its contents, except ``run``: the run's folder may be moved."""
     contents = {key: value for key, value in data.items() if key not in (SEAL, "run")}
     return {**data, SEAL: hashlib.sha256(dumps(contents)).hexdigest()}
 
@@ -57,7 +57,7 @@ def was_changed(data: Any) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file. OSError unless it is a regular file: a pipe or a device may never end."""
+    """Parse a JSON file. Raises OSError unless it is a regular file: a pipe or a device may never end."""
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is not a file")
     return loads(path.read_bytes())
@@ -176,9 +176,9 @@ def seal(folder: Path, about: Mapping[str, Any] | None = None) -> None:
 
 
 def verify(folder: Path, within: str = "") -> dict[str, Any]:
-    """Check every file against the manifest, and return ``about``. ValueError or OSError if anything differs.
+    """Check every file against the manifest, and return ``about``. Raises ValueError or OSError on any difference.
 
-    With ``within``, only the files in that subfolder are read.
+    With ``within``, check only the files in that subfolder.
     """
     try:
         about = dict(read_json(folder / MANIFEST))

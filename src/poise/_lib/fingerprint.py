@@ -54,12 +54,12 @@ def package_hash() -> str:
 
 
 def is_installed(file: Path) -> bool:
-    """Whether a file belongs to Python, to poise or to an installed package, which a version identifies."""
+    """Whether a file belongs to Python, poise or an installed package. A version identifies such files."""
     return str(file.resolve()).startswith(_LIBRARIES)
 
 
 def in_place(file: Path) -> Path:
-    """The path with its folder resolved but not the file: a linked file imports the neighbours of the link."""
+    """Resolve links in the path's folder, but not a link to the file: a linked file imports the link's neighbours."""
     return file.parent.resolve() / file.name
 
 
@@ -146,7 +146,7 @@ def _imports(file: Path, source: bytes, search_path: Iterable[Path]) -> Iterator
 
 
 def _file(module: ModuleType | None) -> Path | None:
-    """The Python file of a module; None if it has none. The running script counts as none: it has the settings too."""
+    """The Python file of a module; None if it has none, or if it is the running script, which has the settings too."""
     name = getattr(module, "__file__", None)
     runs = getattr(module, "__name__", None) == "__main__"
     return in_place(Path(name)) if name and name.endswith(".py") and not runs else None

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 def quick_imports() -> Iterator[None]:
     """Import inside this context without garbage collection, which takes a fifth of the trainer's import time.
 
-    Modules create hundreds of thousands of objects that live on, and the collector would scan them again and again.
-    Freezing them keeps later collections away from them, so child processes share their memory.
+    Modules create hundreds of thousands of permanent objects, and the collector would scan them repeatedly. Freezing
+    exempts them from later collections, so child processes share their memory.
     """
     collecting, modules = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -1,7 +1,7 @@
 """Python objects that settings name: ``python:softer`` stands for an object that ``poise.train`` was given.
 
-Settings are plain text. An object that no text can name gets such a name. While the call lasts, the name is looked up
-here; the run folder keeps the name and, in ``code.json`` or ``data.json``, a fingerprint of the object.
+Settings are plain text, so such an object gets a name. This module looks the name up while the call lasts. The run
+folder keeps the name and, in ``code.json`` or ``data.json``, a fingerprint of the object.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def resolve(value: Any) -> Any:
 
 
 def fingerprint(name: str) -> dict[str, str]:
-    """The fingerprint of a named object; empty if none was passed. An object's ``__fingerprint__()`` goes first."""
+    """The fingerprint of a named object; empty if none was passed. An object's ``__fingerprint__()`` has priority."""
     if not known(name):
         return {}
     thing, computed = get(name), _OBJECTS.get().fingerprints  # type: ignore[union-attr]
@@ -96,7 +96,7 @@ def fingerprint(name: str) -> dict[str, str]:
 
 
 def named_in(settings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The names of Python objects in the settings of a run, by the argument of ``poise.train`` that takes them."""
+    """The names of Python objects in a run's settings, grouped by the argument of ``poise.train`` that takes them."""
     names = {argument: _names(_value(settings, key.split("."))) for key, argument in ARGUMENTS.items()}
     return {argument: found for argument, found in names.items() if found}
 
@@ -110,7 +110,7 @@ def missing(settings: Mapping[str, Any]) -> str | None:
 
 
 def resume_call(settings: Mapping[str, Any], run: str | Path, more: str = "") -> str:
-    """The call that resumes such a run from Python; ``more`` is another setting, such as ``steps=200``."""
+    """The Python call that resumes a run with these settings; ``more`` is another argument, such as ``steps=200``."""
     wanted = [f"{argument}=…" if "." not in argument else f'**{{"{argument}": …}}' for argument in named_in(settings)]
     arguments = [f'resume="{run}"', *wanted, *([more.replace("=null", "=None")] if more else [])]
     return f"poise.train({', '.join(arguments)})"

@@ -31,7 +31,7 @@ from poise._lib.fingerprint import files, fingerprint, hashes, in_place, module_
 
 FOLDERS: list[str] = []  # searched for modules after all installed packages; the command line adds one
 TASK_CODE = ("name", "reward", "factory")  # the settings of a task that may name code
-METHODS = ("regulator", "algorithm", "advantage")  # settings with their own settings, ar(alpha=0.3), that may name code
+METHODS = ("regulator", "algorithm", "advantage")  # settings that name a method, poise's or the user's
 MARKED = (*METHODS, "task")  # kinds that @poise.KIND marks
 _MARK = "_poise_kind"
 _FILES: dict[str, str] = {}  # module name → file, as the user wrote it, for modules loaded from a file
@@ -42,11 +42,11 @@ Code = dict[str, dict[str, str]]  # path in the settings → {file: hash}: see `
 
 
 class UntrustedError(ValueError):
-    """Settings that the user did not write name code to run."""
+    """Settings from an unknown author ask to run code."""
 
 
 class UserCodeError(UserError, RuntimeError):
-    """The user's own code raised, or returned something unusable."""
+    """The user's own code raised an exception, or returned an unusable value."""
 
 
 @contextmanager
@@ -55,8 +55,9 @@ def blamed(
 ) -> Iterator[None]:
     """Turn an exception in the user's own code, such as a regulator, into one that names the file and line.
 
-    ``kind`` is the setting, ``text`` its value. Exceptions from poise's own code pass unchanged, and so do those of a
-    ``passing`` type, which tell the user enough. With ``raised_there`` the traceback must lead into the user's file.
+    ``kind`` is the setting, ``text`` its value. Exceptions of a ``passing`` type tell the user enough and pass
+    unchanged. So do all exceptions if the code is poise's own, and, with ``raised_there``, those raised outside the
+    user's files.
     """
     try:
         yield
@@ -244,7 +245,7 @@ def load(
 
 
 def build(name: str, kind: Callable[..., Any], settings: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
-    """``kind(*args, **settings)``. Errors are a ``ValueError`` or ``TypeError`` that names ``name``."""
+    """Return ``kind(*args, **settings)``. Raises only ``ValueError`` or ``TypeError``."""
     allowed, hint = list(inspect.signature(kind).parameters), forgotten_dataclass(kind)
     check_settings(name, settings, allowed, hint)
     if len(args) > len(allowed):
@@ -258,7 +259,7 @@ def build(name: str, kind: Callable[..., Any], settings: Mapping[str, Any], args
 
 
 def forgotten_dataclass(thing: Any) -> str:
-    """A hint for the message about an unknown setting: a class without @dataclass takes none."""
+    """A hint for the message about an unknown setting: a class without @dataclass takes no settings."""
     if not inspect.isclass(thing) or "__init__" in vars(thing):  # @dataclass writes one too
         return ""
     return f"; write @dataclass above class {thing.__name__}, and its fields (name: type = default) are settings"
@@ -302,7 +303,7 @@ def _module(kind: str, path: str, name: str) -> ModuleType:
 
 
 def _check_shadows(what: str, file: Path) -> None:
-    """Raise ValueError if ``what``, in that file, would get another file's module under the name that it imports."""
+    """Raise ValueError if Python would replace a file that ``file`` imports by another one; ``what`` names ``file``."""
     if pair := shadowed(file, FOLDERS):
         raise ValueError(
             f"{what} imports {pair[0]}, but Python would import {pair[1]} instead, because a process has one module "
@@ -343,13 +344,13 @@ def _forget_edited(contents: Mapping[Path, bytes]) -> bool:
     _LOADED.update(contents)
     if changed:
         _drop(contents)
-        for file in changed:  # Python would keep bytecode of the same size and second
+        for file in changed:  # Python reuses bytecode if the file's size and modification second are unchanged
             remove(Path(importlib.util.cache_from_source(str(file))))
     return bool(changed)
 
 
 def _forget_moved() -> None:
-    """Drop the modules whose files are gone: another file may have such a name now, as after a folder was renamed."""
+    """Unload modules whose files are gone: after a folder is renamed, another file may have the module's name."""
     if gone := {file for file in [*_LOADED] if not file.is_file()}:
         _drop(gone)
         for file in gone:
@@ -357,7 +358,7 @@ def _forget_moved() -> None:
 
 
 def _drop(files: Container[Path]) -> None:
-    """Let Python import the modules of these files again."""
+    """Unload the modules of these files, so that Python reimports them."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if file and name not in _FILES and in_place(Path(file)) in files:

@@ -148,8 +148,8 @@ def token_weights(regulator: str | Regulator, **batch: Any) -> Tensor:
     >>> weights = poise.token_weights("ar(alpha=0.2)", old_logp=old_logp, advantages=advantages, mask=mask)
     >>> advantages = advantages[:, None] * weights
 
-    Weights are not negative, so weighting the advantage weights the clipped policy term, whatever its clip. For the
-    weights of the KL and entropy terms (TR-GRPO) call the regulator and read ``Phase.kl``.
+    Weights are never negative, so multiplying the advantage multiplies the clipped policy term by the same weight,
+    whatever the clip. For the weights of the KL and entropy terms (TR-GRPO), call the regulator and read ``Phase.kl``.
     """
     for name in batch:
         if name not in TokenBatch.__dataclass_fields__:

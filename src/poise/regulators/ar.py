@@ -14,9 +14,9 @@ class AdvantageReweighting(Regulator):
     """Advantage Reweighting (AR): ``A' = (α·p + 1 − α)·A``.
 
     Paper: "Do Not Let Low-Probability Tokens Over-Dominate in RL for LLMs", arXiv 2505.12929. As in the authors' code,
-    p is the old policy's temperature-scaled probability (so the weight is a constant of the update), both signs of A
-    are weighted, and the weight is not renormalised: its mean is below 1. ``alpha=0.2`` is their K&K setting (0.3
-    together with Lopti; 0.1 for mathematics). ``alpha=0`` is GRPO exactly.
+    p is the old policy's temperature-scaled probability (so the weight is constant during the update), tokens with
+    A > 0 and A < 0 are weighted alike, and the weight is not renormalised: its mean is below 1. ``alpha=0.2`` is their
+    K&K setting (0.3 together with Lopti; 0.1 for mathematics). ``alpha=0`` is GRPO exactly.
     """
 
     scope = "token"

@@ -21,7 +21,7 @@ V = TypeVar("V")
 MOST_PHASES = 100  # per regulator: each phase is a whole pass of the update and holds weights for every token
 QUARTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 STATES = frozenset({"hidden", "head", "targets"})  # the fields that only ``scores`` reads
-SCOPES = ("token", "group", "batch")  # what a weight may depend on: a framework may show a regulator no more
+SCOPES = ("token", "group", "batch")  # what a weight may depend on; a framework may pass a regulator no more than this
 _FIELD_HELP = {
     "groups": "(B,) integers, the same for responses to the same prompt",
     "correct": "(B,) bool, the verifier's verdict",
@@ -59,7 +59,7 @@ class Regulator(ABC):
 
     @property
     def _title(self) -> str:
-        """What messages call it."""
+        """The regulator's name in messages."""
         return type(self).__name__
 
     @abstractmethod
@@ -97,13 +97,13 @@ class Regulator(ABC):
 
 
 class Follower(Regulator):
-    """A control that may follow another method: ``like`` is its text form, ``followed`` the method or None."""
+    """A control that may follow the method with the text form ``like``; ``followed`` is that method or None."""
 
     like: str
     followed: ClassVar[Regulator | None] = None
 
     def _follow(self, name: str, defaults: Mapping[str, Any]) -> None:
-        """Build the method. ``defaults`` are the settings that it takes the place of."""
+        """Build the method. It replaces the settings in ``defaults``, which must not differ from these values then."""
         if not self.like:
             return
         from poise.regulators import parse, text
@@ -154,7 +154,7 @@ class Compose(Regulator):
 
 
 def parts_of(regulator: Regulator) -> tuple[Regulator, ...]:
-    """The parts of a composition; of any other regulator, itself."""
+    """The parts of a composition. Any other regulator is its own only part."""
     return regulator.parts if isinstance(regulator, Compose) else (regulator,)
 
 
@@ -279,18 +279,18 @@ def summary(phases: Sequence[Phase], batch: TokenBatch, intervals: Sequence[floa
 class Scorer(Regulator):
     """A regulator in two steps: ``scores`` runs where the hidden states are, ``weigh`` where the whole batch is.
 
-    A framework whose workers share a batch calls ``scores`` on each of them, with whole groups, and sends one number
-    per token to the process that has the batch (verl). Elsewhere the two follow each other. Of the fields in
-    ``needs``, ``weigh`` may not read hidden, head and targets.
+    A framework that splits a batch among workers (verl) calls ``scores`` on each worker, with whole groups, and sends
+    one number per token to the process that has the batch. Elsewhere both steps run one after the other. ``weigh`` must
+    not read hidden, head or targets.
     """
 
     @abstractmethod
     def scores(self, batch: TokenBatch) -> Tensor:
-        """(B, T) a number for each token, which depends on its group alone; NaN where there is none."""
+        """(B, T) a score for each token, which depends on the token's group alone; NaN for a token without a score."""
 
     @abstractmethod
     def weigh(self, batch: TokenBatch, scores: Tensor) -> list[Phase]:
-        """The phases for these scores. A group without scores, although it could have some, is unchanged."""
+        """The phases for these scores. A group without scores is unchanged, even if it could have been scored."""
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """Both steps."""
@@ -299,7 +299,7 @@ class Scorer(Regulator):
 
 @dataclass(frozen=True, eq=False)
 class Scored(Regulator):
-    """A ``Scorer`` with its scores of this batch."""
+    """A ``Scorer`` and its scores of this batch, already computed."""
 
     scorer: Scorer
     scores: Tensor | None
@@ -320,7 +320,7 @@ def scorers(regulator: Regulator) -> list[Scorer]:
 
 
 def with_scores(regulator: Regulator, scores: Sequence[Tensor | None]) -> Regulator:
-    """The regulator with the scores of its scorers: it needs no hidden states any more."""
+    """The regulator with its scorers' scores filled in: it no longer needs hidden states."""
     given = iter(scores)
     parts = [Scored(part, next(given)) if isinstance(part, Scorer) else part for part in parts_of(regulator)]
     return parts[0] if len(parts) == 1 else Compose(tuple(parts))

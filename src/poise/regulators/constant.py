@@ -28,11 +28,11 @@ class Constant(Follower):
 
     @property
     def phase_count(self) -> int:
-        """As many as the method has that it follows."""
+        """The number of phases of the followed method; one without it."""
         return self.followed.phase_count if self.followed else 1
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase with a constant weight; or a phase for each of ``like``."""
+        """One phase with a constant weight; with ``like``, one for each phase of that method."""
         if not self.followed:
             return [Phase.of(batch, self.weight)]
         tokens = batch.mask.sum().clamp(min=1)

@@ -27,7 +27,7 @@ class Identity(Regulator):
 
     @property
     def phase_count(self) -> int:
-        """``passes``."""
+        """The number of phases: ``passes``."""
         return self.passes
 
     def phases(self, batch: TokenBatch) -> list[Phase]:

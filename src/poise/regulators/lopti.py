@@ -14,12 +14,13 @@ class Lopti(Regulator):
     """Lopti: update first on the tokens with ``p < η`` (``threshold``), then on the others.
 
     Paper: arXiv 2505.12929. As in the authors' code, each phase is a complete pass of optimizer steps over the rollout
-    batch; a phase masks the KL and entropy terms of the other tokens with their policy terms; old log-probabilities
-    are not recomputed; both phases divide the loss by the count of all response tokens, so that they add up to GRPO.
-    ``threshold=0.4`` is their K&K setting (0.5 together with AR). ``order="high-first"`` is their ablation, worse than
-    GRPO. A threshold of 0, or above 1, puts all tokens into one phase: GRPO exactly, since a phase without tokens takes
-    no optimizer step. Lopti takes twice the optimizer steps of GRPO: compare with ``Identity(passes=2)`` and
-    ``RandomSplit``. It ended below two plain passes in eight regimes of nine (experiments/comparison).
+    batch; a phase masks all terms of the other phase's tokens, KL and entropy included; old log-probabilities are not
+    recomputed; both phases divide the loss by the count of all response tokens, so that they add up to GRPO.
+    ``threshold=0.4`` is their K&K setting (0.5 together with AR). ``order="high-first"`` is their ablation, which was
+    worse than GRPO. A threshold of 0, or above 1, puts all tokens into one phase. This is GRPO exactly, since a phase
+    without tokens takes no optimizer step. Lopti takes twice the optimizer steps of GRPO: compare with
+    ``Identity(passes=2)`` and ``RandomSplit``. In eight of nine regimes it ended below two plain passes
+    (experiments/comparison).
     """
 
     scope = "token"

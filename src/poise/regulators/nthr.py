@@ -15,7 +15,7 @@ from poise.head.influence import Scores, group_scores
 from poise.regulators.base import Scorer
 
 TOKENS = 1 << 15  # padded tokens per forward pass of hidden states
-BLOCK = 1 << 27  # elements of the largest temporary on a GPU: small beside an update, large enough for few launches
+BLOCK = 1 << 27  # elements of the largest temporary on a GPU: small compared with an update, enough for few launches
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,17 @@ class NTHR(Scorer):
     """Negative-token handling by hidden reward: tokens of incorrect responses with ``s⁻ > τ`` get ``A' = η·A``.
 
     ``s⁻(k') = Σ_k ⟨e_{y_k} − π_k, e_{y_k'} − π_k'⟩·⟨h_k, h_k'⟩`` over the tokens k of the group's correct responses,
-    and ``τ = β · min_i s̄⁺_i`` with s̄⁺_i the mean over the tokens of correct response i of the same score
-    (``head.influence``). ``beta`` is β. ``eta=None`` is the paper's ``η = 2·|0.5 − p̂|``, p̂ the group's share of correct
-    responses; ``eta=0`` its diagnostic; ``eta=1`` is GRPO exactly. Paper: "On the Effect of Negative Gradient in GRPO",
-    arXiv 2505.18830.
+    and ``τ = β · min_i s̄⁺_i``, where s̄⁺_i is the mean of the same score over the tokens of correct response i
+    (``head.influence``). ``beta`` is β. ``eta=None`` is the paper's ``η = 2·|0.5 − p̂|``, where p̂ is the group's share
+    of correct responses; ``eta=0`` is the paper's diagnostic; ``eta=1`` is GRPO exactly. Paper: "On the Effect of
+    Negative Gradient in GRPO", arXiv 2505.18830.
 
-    **Ours**, since the paper leaves it open: a correct response is scored against the *other* correct ones
-    (``self_inclusive=True`` for all of them), so that a group with a single correct response is left alone; scores are
-    sums over the tokens of the correct responses, s̄⁺ a mean over the tokens of response i. These choices matter: with
+    **Ours**, since the paper leaves it open: a correct response is scored against the *other* correct responses (with
+    ``self_inclusive=True`` against all), so a group with a single correct response is unchanged; scores are sums over
+    the tokens of the correct responses, s̄⁺_i is a mean over the tokens of response i. These choices matter: with
     correct and incorrect tokens from one distribution, the exclusive τ flags about half of the incorrect tokens, the
-    inclusive one 7 to 30 %. Watch ``reg/…/flagged_share``. Groups with no correct or no incorrect response are
-    unchanged. π is the distribution that sampling used: give the batch a ``poise.Head`` with its temperature and
-    soft-capping.
+    inclusive τ 7 to 30 %. Watch ``reg/…/flagged_share``. Groups with no correct or no incorrect response are unchanged.
+    π is the distribution that sampling used: give the batch a ``poise.Head`` with its temperature and soft-capping.
     """
 
     beta: float = 1.0
@@ -49,16 +48,16 @@ class NTHR(Scorer):
             check_range("nthr", "eta", self.eta, 0.0, 1e6)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase; KL untouched. Reports the share of incorrect tokens flagged, and of groups scored.
+        """One phase; KL untouched. It reports the share of incorrect tokens flagged and the share of groups scored.
 
-        A row that is alone in its group keeps its weight, and neither share counts it.
-        ``tokens["nthr"]`` of the phase has s⁻ for the tokens of incorrect responses, NaN elsewhere.
+        A row that is alone in its group keeps its weight, and neither share counts it. ``tokens["nthr"]`` of the phase
+        has s⁻ for the tokens of incorrect responses, NaN elsewhere.
         """
         plan = self._plan(batch)
         return self._phases(batch, plan, _scores(batch, plan.scored, self.self_inclusive) if plan.scored else None)
 
     def scores(self, batch: TokenBatch) -> Tensor:
-        """(B, T) s⁻ for the tokens of incorrect responses, s̄⁺ for those of correct ones; NaN in groups left alone."""
+        """(B, T) s⁻ for tokens of incorrect responses, s̄⁺ for tokens of correct ones; NaN in groups not scored."""
         groups = self._plan(batch).scored
         if not groups:
             return torch.full_like(batch.mask, torch.nan, dtype=batch.dtype)
@@ -72,7 +71,7 @@ class NTHR(Scorer):
         return values
 
     def weigh(self, batch: TokenBatch, scores: Tensor) -> list[Phase]:
-        """The phase for these scores: groups without them are left alone, and ``scored_share`` does not count them."""
+        """The phase for these scores. Groups without scores are unchanged and lower ``scored_share``."""
         plan = self._plan(batch)
         at_first = scores.gather(1, batch.mask.int().argmax(1, keepdim=True))[:, 0]  # s̄⁺ is the same at each token
         known = at_first.isfinite().tolist()
@@ -86,7 +85,7 @@ class NTHR(Scorer):
         return self._phases(batch, plan, (Scores(scores[row, column], at_first[right]), row, column))
 
     def _plan(self, batch: TokenBatch) -> _Plan:
-        """What can be scored. The host waits for a GPU here and at the end of ``_fill``; never per group."""
+        """The groups that can be scored. The host waits for a GPU here and at the end of ``_fill``; never per group."""
         assert batch.correct is not None
         correct, lengths = torch.stack([batch.correct.long(), batch.lengths]).tolist()
         groups = [rows for rows in batch.group_members() if len(rows) > 1]
@@ -141,8 +140,8 @@ class _Group(NamedTuple):
 
 class _Plan(NamedTuple):
     scored: list[_Group]
-    groups: int  # how many there are, rows that are alone left out
-    wrong: int  # tokens of their incorrect responses
+    groups: int  # the number of groups with at least two rows
+    wrong: int  # the number of tokens of their incorrect responses
 
 
 _Found = tuple[Scores, Tensor, Tensor]  # scores of some groups, and the rows and columns of their incorrect tokens

@@ -14,10 +14,9 @@ class RandomSplit(Follower):
     """Two phases like Lopti's, but the first has a random ``share`` of the tokens, whatever their probability.
 
     **Ours:** a control for Lopti: are two steps on parts of the batch enough for its effect? Lopti's share drifts
-    during training; ``like="lopti(threshold=0.4)"`` follows it: in every batch the first phase has as many tokens as
-    that method's first phase would have there. The default is about the share of tokens with p < 0.4 that
-    SmolLM2-135M-Instruct sampled at temperature 0.7 (experiments/dominance/probabilities.py). ``seed`` seeds the
-    random choice.
+    during training. ``like="lopti(threshold=0.4)"`` follows that method: in every batch the first phase has as many
+    tokens as the method's first phase. The default is about the share of tokens with p < 0.4 in samples of
+    SmolLM2-135M-Instruct at temperature 0.7 (experiments/dominance/probabilities.py). ``seed`` seeds the random choice.
     """
 
     share: float = 0.25

@@ -1,4 +1,4 @@
-"""STAPO: silence rare tokens that share in a reward without having earned it."""
+"""STAPO: ignore rare tokens of rewarded responses that probably did not contribute to the reward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Stapo(Regulator):
 
     Paper: "STAPO: Stabilizing Reinforcement Learning for LLMs by Silencing Rare Spurious Tokens", arXiv 2602.15620,
     known to us from summaries; τ_p (``max_prob``) = 0.002. **Ours:** "low entropy" means below the batch's
-    ``entropy_quantile``, 0.8 by default (the tokens that "beyond the 80/20 rule" drops); and the renormalisation is a
-    factor N_all / N_kept in the weights, exact for token-mean where one optimizer step uses the whole batch.
+    ``entropy_quantile``, 0.8 by default (the tokens that "Beyond the 80/20 Rule" drops). The renormalisation is a
+    factor N_all / N_kept in the weights; it is exact for token-mean if one optimizer step uses the whole batch.
     ``max_prob=0`` is GRPO exactly.
     """
 
@@ -35,9 +35,7 @@ class Stapo(Regulator):
         """One phase; KL untouched."""
         assert batch.entropy is not None
         entropies = batch.entropy[batch.mask]
-        below = int(
-            self.entropy_quantile * len(entropies)
-        )  # number of tokens with low entropy; all of them at quantile 1
+        below = int(self.entropy_quantile * len(entropies))  # number of low-entropy tokens; at quantile 1, all
         cut = kth_value(entropies, below + 1) if below < len(entropies) else torch.inf
         spurious = batch.mask & (batch.token_advantages > 0) & (batch.prob < self.max_prob) & (batch.entropy < cut)
         kept = batch.mask & ~spurious

@@ -1,4 +1,4 @@
-"""STARE: while the policy is certain, learn a little more from its surprising right tokens."""
+"""STARE: while the policy is certain, learn a little more from surprising tokens of rewarded responses."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Stare(Regulator):
 
     Paper: STARE, arXiv 2606.19236, known to us from summaries: weight 1.1 on the 10 % most surprising tokens with A > 0
     while the entropy is below 0.3; the variant for A < 0 is ``stare(side="negative", weight=0.9)``. **Ours:** the
-    entropy is the mean of the old policy's over the rollout batch, over which tokens are chosen too, with ties at the
-    cut.
-    ``max_entropy=None`` acts always. ``weight=1`` or ``share=0`` is GRPO exactly. KL is untouched.
+    entropy is the old policy's mean entropy over the rollout batch; tokens are also chosen over the rollout batch, and
+    ties at the cut are included. With ``max_entropy=None`` the weight applies at any entropy. ``weight=1`` or
+    ``share=0`` is GRPO exactly. KL is untouched.
     """
 
     weight: float = 1.1

@@ -16,13 +16,13 @@ class TokenRegulation(Regulator):
     """TR-GRPO: ``w = clip(α·(σ(p/τ) − μ), L, U)`` on the ratio, in both branches of the clipped minimum, and on the KL.
 
     ``alpha``, ``tau``, ``mu``, ``low`` and ``high`` are α, τ, μ, L and U. Paper: arXiv 2511.00066 (later called
-    GRPO-SG). The paper is public, but the values of its constants were not available to us: enter them with these
-    settings. **Ours:** every default, chosen so that the weight rises with p, spans [L, U] over p in [0, 1] and
-    averages near 1 on real rollouts (SmolLM2-135M-Instruct: 1.06 at temperature 0.7, 0.84 at temperature 1,
-    experiments/dominance/probabilities.py); p is the old policy's, so that the weight is a constant of the update; it
-    multiplies the finished minimum and the finished KL term, where the paper seems to have it inside both
-    (docs/papers.md). ``direction="falling"`` is the paper's reverse ablation, taken as the weight of 1 − p.
-    ``kl_weighted=False`` does not weight the KL term, for frameworks that cannot weight it.
+    GRPO-SG). We do not know the values of the paper's constants: enter them with these settings. **Ours:** every
+    default, chosen so that the weight rises with p, spans [L, U] over p in [0, 1] and averages near 1 on real rollouts
+    (SmolLM2-135M-Instruct: 1.06 at temperature 0.7, 0.84 at temperature 1, experiments/dominance/probabilities.py). p
+    is the old policy's, so the weight is constant during the update. The weight multiplies the finished minimum and the
+    finished KL term; the paper seems to have it inside both (docs/papers.md). ``direction="falling"`` is the paper's
+    reverse ablation, taken as the weight of 1 − p. ``kl_weighted=False`` leaves the KL term unweighted, for frameworks
+    that cannot weight it.
     """
 
     scope = "token"

@@ -1,15 +1,16 @@
-"""Surrogates: what the policy term of a token is, as a function of its current probability. One table of names.
+"""Surrogates: the policy term of a token as a function of its current probability. ``TABLE`` has their names.
 
 >>> objective.Settings(surrogate="dppo(delta=0.2)")
 
 A regulator weights tokens before the update; a surrogate acts through the ratio r = π/π_old of the current policy. The
-weights multiply the surrogate's value, so every surrogate goes with every regulator. With one optimizer step per batch
-r = 1, and all of them but ``lp-reg`` have the gradient of ``clip``, up to the average. docs/surrogates.md compares
-them.
+weights multiply the surrogate's value, so every surrogate works with every regulator. With one optimizer step per batch
+r = 1, and all surrogates except ``lp-reg`` have the gradient of ``clip``, up to how tokens are averaged.
+docs/surrogates.md compares them.
 
-A surrogate sees one token. What it needs to know of the others (GSPO's sequence, the choices of KL-Cov and Lp-Reg)
-comes from a ``Survey`` of the mini-batch's current log-probabilities, taken before its gradient and constant in it. So
-the cut into micro-batches changes nothing. A survey does not depend on the phase.
+A surrogate sees one token. What it needs from other tokens (GSPO's sequence ratio, the tokens that KL-Cov and Lp-Reg
+choose) comes from a ``Survey``. The survey is computed from the mini-batch's current log-probabilities before the
+gradient and is constant in it, so the cut into micro-batches does not change the result. A survey does not depend on
+the phase.
 """
 
 from __future__ import annotations

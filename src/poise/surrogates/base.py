@@ -20,7 +20,8 @@ from poise.objective_settings import Settings
 class Terms:
     """Everything that a token's loss depends on, except its current log-probability and entropy.
 
-    Each tensor is (B, T), or (n,) for selected tokens. The loss is a plain sum: the weights include the average.
+    Each tensor is (B, T), or (n,) for selected tokens. The loss is a plain sum over tokens: the weights already contain
+    the average's divisor.
     """
 
     old_logp: Tensor
@@ -45,17 +46,17 @@ class Terms:
         return Terms(**({"ref_logp": None} | dict(zip(present, selected, strict=True))))
 
     def log_ratio(self, logp: Tensor) -> Tensor:
-        """log(current / old), 0 for tokens without weight. Selected with ``where``: multiplying gives 0 · inf = NaN."""
+        """log(current / old) within ±20; 0 for tokens without weight, by ``where``, because 0 · inf would be NaN."""
         return torch.where(self.policy > 0, logp - self.old_logp, 0.0).clamp(-20, 20)
 
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """What a surrogate takes from the current log-probabilities of a mini-batch. Each tensor is (B, T)."""
+    """What a surrogate computes from the current log-probabilities of a mini-batch. Each tensor is (B, T)."""
 
     sequence: Tensor | None = None  # GSPO: the mean log-ratio of the token's response
     chosen: Tensor | None = None  # KL-Cov, Lp-Reg: 1 for the tokens with the additional term, else 0
-    target: Tensor | None = None  # Lp-Reg: the log-probability that the chosen tokens are drawn to; 0 elsewhere
+    target: Tensor | None = None  # Lp-Reg: the log-probability to which chosen tokens are pulled; 0 elsewhere
 
     def rows(self, ix: Rows) -> Survey:
         """The survey restricted to some rows, to go with ``TokenBatch.rows``."""
@@ -71,7 +72,7 @@ class Surrogate(ABC):
 
     @abstractmethod
     def value(self, logp: Tensor, parts: Terms) -> Tensor:
-        """Each token's value, to be maximised, before its weight. Finite also for tokens without weight."""
+        """Each token's value, to be maximised, before its weight. It must be finite even for tokens without weight."""
 
     def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Two masks: tokens held back at the lower and at the upper bound (``optim/clip_low``, ``optim/clip_high``)."""
@@ -97,8 +98,8 @@ class Surrogate(ABC):
 class Clip(Surrogate):
     """``min(r·A, clip(r)·A)``, and at least ``c·A`` for A < 0: PPO's clip, asymmetric, with a dual clip.
 
-    Its settings are ``objective.clip_low``, ``clip_high`` and ``dual_clip``, by default those of the AR/Lopti authors.
-    DAPO's clip-higher (arXiv 2503.14476) is 0.2 / 0.28 without dual clip.
+    Its settings are ``objective.clip_low``, ``clip_high`` and ``dual_clip``; the AR/Lopti authors' by default. DAPO's
+    clip-higher (arXiv 2503.14476) is 0.2 / 0.28 without dual clip.
     """
 
     clip_low: float = Settings.clip_low

@@ -15,9 +15,10 @@ from poise.surrogates.base import SEQUENCE_MEAN, Surrogate, Terms, check_switch,
 class Cispo(Surrogate):
     """``sg[clip(r, low, high)]·A·log π``: the ratio is a bounded weight, and no token loses its gradient.
 
-    Paper: MiniMax-M1, arXiv 2506.13585. ``low`` and ``high`` bound the ratio itself. The default is TRL's, above only,
-    at 5.0; verl's clip of 0.2 is ``cispo(low=0.8, high=1.2)``. **Ours:** the value is ``clip(r)·A·π/sg[π]``, which has
-    the same gradient and the scale of the other surrogates. ``cispo(high=None)`` has the gradient of r·A.
+    sg stops the gradient. Paper: MiniMax-M1, arXiv 2506.13585. ``low`` and ``high`` bound the ratio itself. The default
+    is TRL's: only an upper bound, 5.0. verl's clip of 0.2 is ``cispo(low=0.8, high=1.2)``. **Ours:** the value is
+    ``clip(r)·A·π/sg[π]``, which has the same gradient and the scale of the other surrogates. ``cispo(high=None)`` has
+    the gradient of r·A.
     """
 
     low: float = 0.0
@@ -41,7 +42,7 @@ class Cispo(Surrogate):
 
 @dataclass(frozen=True)
 class Sapo(Surrogate):
-    """``A·(4/τ)·σ(τ(r − 1))``: a gate that closes softly instead of a clip.
+    """``A·(4/τ)·σ(τ(r − 1))``: a soft gate instead of a clip.
 
     Paper: arXiv 2511.20347; τ = 1.0 for A > 0 (``positive``) and 1.05 otherwise (``negative``), mean over sequences, as
     in verl. As τ goes to 0 the gradient becomes that of r·A. ``sequence_mean=False`` keeps ``objective.aggregation``.
@@ -71,8 +72,8 @@ class Sapo(Surrogate):
 class Dppo(Surrogate):
     """DPPO-TV: ``r·A``; a token is dropped where ``π − π_old > δ`` and A > 0, or ``π − π_old < −δ`` and A < 0.
 
-    Paper: arXiv 2602.04879: what counts is by how much a probability changes, not by which factor. The default is
-    verl's: δ = 0.15, the ratio capped at 20 as a weight, ``sg[min(r, cap)]·A·log π``. prime-rl's default loss is
+    Paper: arXiv 2602.04879, which bounds the difference of the probabilities, not their ratio. The default is verl's:
+    δ = 0.15, and the ratio, capped at 20, is a weight: ``sg[min(r, cap)]·A·log π``. prime-rl's default loss is
     ``dppo(delta=0.2, cap=None, square=1e-3)``: it adds ``square·(log r)²`` to the loss of every token, dropped or not.
     **Ours:** a token without advantage has no such term. ``dppo(delta=1, cap=None)`` is r·A exactly.
     """
@@ -88,7 +89,7 @@ class Dppo(Surrogate):
             check_range("dppo", "cap", self.cap, 1.0)
 
     def value(self, logp: Tensor, parts: Terms) -> Tensor:
-        """The ratio times the advantage where the token is kept, less the square."""
+        """The ratio times the advantage where the token is kept, minus the square term."""
         log_ratio = parts.log_ratio(logp)
         low, high = self._dropped(log_ratio.detach(), parts)
         ratio = log_ratio.detach().exp().clamp(max=limit(self.cap)) * one(log_ratio)

@@ -1,4 +1,4 @@
-"""Surrogates that take a survey of the mini-batch: GSPO's sequences, the choices of KL-Cov and Lp-Reg."""
+"""Surrogates that need a survey of the mini-batch: GSPO for sequence ratios, KL-Cov and Lp-Reg to choose tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from poise.surrogates.base import SEQUENCE_MEAN, Surrogate, Survey, Terms, check
 
 @dataclass(frozen=True)
 class Gspo(Surrogate):
-    """The clip with the ratio of the whole response, ``s = exp(mean log r)``: a response is clipped as one.
+    """The clip with the ratio of the whole response, ``s = exp(mean log r)``: all its tokens are clipped together.
 
-    Paper: arXiv 2507.18071, bounds 3e-4 / 4e-4 (distances from 1) and the mean over sequences from the authors. The
-    gradient goes through ``sg[s]·π/sg[π]``, as in verl, so that token weights have a meaning. s is over all response
-    tokens, whatever their weight, and is held between 1 − ``clip_low`` and 1 + ``clip_high``. ``sequence_mean=False``
-    keeps ``objective.aggregation``.
+    Paper: arXiv 2507.18071; the bounds 3e-4 and 4e-4 (distances from 1) and the mean over sequences are the authors'.
+    The gradient goes through ``sg[s]·π/sg[π]``, as in verl, so that each token can have its own weight (sg stops the
+    gradient). s is computed over all response tokens, whatever their weight, and is clipped at 1 − ``clip_low`` and
+    1 + ``clip_high``. ``sequence_mean=False`` keeps ``objective.aggregation``.
     """
 
     clip_low: float = 3e-4
@@ -58,11 +58,11 @@ class Gspo(Surrogate):
 
 @dataclass(frozen=True)
 class KlCov(Surrogate):
-    """``r·A`` without a clip; the tokens whose advantage and log-probability covary most add ``coef·|log r|``.
+    """``r·A`` without a clip, minus ``coef·|log r|`` for the tokens whose advantage and log-probability covary most.
 
-    Paper: arXiv 2505.22617; as verl's ``kl_cov``: the top 0.02 % (``share``, at least one token) by
-    ``(A − mean A)·(log π − mean log π)``, coefficient 0.1. **Ours:** chosen over the mini-batch, among the tokens with
-    an advantage; the means are over all its response tokens. ``share=0`` or ``coef=0`` is r·A exactly.
+    Paper: arXiv 2505.22617. As in verl's ``kl_cov``, these are the top 0.02 % (``share``, at least one token) by
+    ``(A − mean A)·(log π − mean log π)``, and the coefficient is 0.1. **Ours:** they are chosen over the mini-batch,
+    among the tokens with A ≠ 0; the means are over all its response tokens. ``share=0`` or ``coef=0`` is r·A exactly.
     """
 
     share: float = 0.0002
@@ -74,14 +74,14 @@ class KlCov(Surrogate):
         check_range("kl-cov", "coef", self.coef, 0.0)
 
     def survey(self, logp: Tensor, batch: TokenBatch) -> Survey:
-        """Choose by covariance."""
+        """Choose tokens by covariance."""
         advantages, values = batch.token_advantages[batch.mask].to(logp.dtype), logp[batch.mask]
         cov = (advantages - advantages.mean()) * (values - values.mean())
         count = max(int(self.share * len(cov)), 1) if self.share else 0
         return Survey(chosen=largest(cov, advantages != 0, count, batch, logp.dtype))
 
     def value(self, logp: Tensor, parts: Terms) -> Tensor:
-        """The ratio times the advantage, less ``coef·|log r|`` for the chosen tokens."""
+        """The ratio times the advantage, minus ``coef·|log r|`` for the chosen tokens."""
         assert parts.chosen is not None
         log_ratio = parts.log_ratio(logp)
         return log_ratio.exp() * parts.advantages - self.coef * parts.chosen * log_ratio.abs()
@@ -89,16 +89,16 @@ class KlCov(Surrogate):
 
 @dataclass(frozen=True)
 class LpReg(Surrogate):
-    """Pulls the least probable tokens with A < 0 towards the old policy without its noise, so that they survive.
+    """Pulls the least probable tokens with A < 0 towards the filtered old policy, so that they survive.
 
-    Paper: arXiv 2510.03222; defaults and order of the choice from the authors' code: the lowest 1 % (``share``) by
-    log π of the tokens with A < 0, and of these the ones below their probability under the old policy filtered by
-    ``min_p`` (words less likely than 0.02 times the likeliest are left out, the rest renormalised). They add ``coef``
-    times k3 to the loss. The rest is a clip with ratio bounds 0 and 10 (``clip_low`` 1, ``clip_high`` 9). **Ours:**
-    chosen over the mini-batch; the share is rounded down, also to one token (there the authors choose none).
-    ``share=0`` or ``coef=0`` is that clip exactly.
+    The filtered old policy leaves out tokens less likely than ``min_p`` (0.02) times the likeliest and renormalises the
+    others. Paper: arXiv 2510.03222; defaults and the order of the two choices are from the authors' code. First choose
+    the 1 % (``share``) of the tokens with A < 0 that have the lowest log π; of these, keep the tokens that are less
+    likely now than under the filtered old policy. They add ``coef`` times k3 to the loss. The rest is a clip with ratio
+    bounds 0 and 10 (``clip_low`` 1, ``clip_high`` 9). **Ours:** tokens are chosen over the mini-batch; the share is
+    rounded down, even to one token, where the authors choose none. ``share=0`` or ``coef=0`` is that clip exactly.
 
-    The batch needs ``min_p_logp``: one more scoring pass with the old weights, which the trainer takes before the
+    The batch needs ``min_p_logp``. For it, the trainer makes one more scoring pass with the old weights before the
     update.
     """
 
@@ -118,7 +118,7 @@ class LpReg(Surrogate):
         check_range("lp-reg", "clip_high", self.clip_high, 0.0)
 
     def survey(self, logp: Tensor, batch: TokenBatch) -> Survey:
-        """Choose by probability, then by the distance to the target."""
+        """Choose the least probable tokens, then keep those below their target."""
         assert batch.min_p_logp is not None
         negative = batch.token_advantages[batch.mask] < 0
         count = int(self.share * int(negative.sum()))
@@ -127,7 +127,7 @@ class LpReg(Surrogate):
         return Survey(chosen=chosen, target=torch.where(chosen > 0, target, 0.0))
 
     def value(self, logp: Tensor, parts: Terms) -> Tensor:
-        """The clipped value, less ``coef`` times k3 for the chosen tokens."""
+        """The clipped value, minus ``coef`` times k3 for the chosen tokens."""
         assert parts.chosen is not None
         assert parts.target is not None
         value = clipped(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high, None)
@@ -140,7 +140,7 @@ class LpReg(Surrogate):
 
 
 def largest(values: Tensor, allowed: Tensor, count: int, batch: TokenBatch, dtype: torch.dtype) -> Tensor:
-    """(B, T): 1 at the ``count`` largest allowed ``values`` of the response tokens, in row order; else 0."""
+    """(B, T): 1 at the ``count`` largest allowed ``values``, else 0. ``values`` lists the response tokens by row."""
     count = min(count, int(allowed.sum()))
     places = torch.where(allowed, values, -torch.inf).topk(count).indices
     selected = torch.zeros_like(values, dtype=dtype).index_fill_(0, places, 1.0)
