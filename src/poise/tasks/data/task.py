@@ -82,9 +82,8 @@ class Data:
             raise ValueError("a dataset needs a reward: reward=math, reward=exact, or reward=my_rewards.py:correct")
         if isinstance(self.reward_weights, int | float):
             self.reward_weights = [self.reward_weights]
-        specs = list(self.reward) if isinstance(self.reward, list | tuple) else self.reward
         # They say which columns the data must have.
-        self.rewards = Rewards(specs, self.reward_weights, self.reward_timeout, self.reward_quick)
+        self.rewards = Rewards(self.reward, self.reward_weights, self.reward_timeout, self.reward_quick)
         self.notes: list[str] = []  # what a user should know about the data
         self._load()
 
@@ -97,11 +96,8 @@ class Data:
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
         """All problems of a split, epoch after epoch."""
-        for number in count():
-            found = self.epoch(split, seed, number)
-            if not found:
-                return
-            yield from found
+        for number in count() if self.epoch(split, seed, 0) else ():
+            yield from self.epoch(split, seed, number)
 
     def epoch(self, split: Split, seed: int, number: int) -> Sequence[Problem]:
         """The problems of a split in the order of an epoch."""

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     return name.strip(), args, settings
 
 
-class Rewards:
+class Rewards(AbstractContextManager["Rewards"]):
     """Rewards with TRL's signature, with weights: ``Rewards(["math", "my_rewards.py:brief"], weights=[1, 0.2])``.
 
     A reward that is named by its path runs in a worker process and is cut off after ``timeout`` seconds; with ``quick``
@@ -196,9 +197,6 @@ class Rewards:
         """End the worker processes. They also end when this process ends, for whatever reason."""
         for caller in self._callers:
             caller.close()
-
-    def __enter__(self) -> Rewards:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
