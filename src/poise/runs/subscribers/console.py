@@ -205,8 +205,8 @@ class Console:
         """
         for prompt, completion, reward, correct in across_rewards(samples, k):
             self._print(f"sample  reward {reward:.2f}  {'correct' if correct else 'wrong'}")
-            for name, text, characters in (("prompt", prompt, 300), ("completion", completion, 700)):
-                excerpt = visible(text) if whole else shorten(visible(text), characters)
+            for name, text in (("prompt", prompt), ("completion", completion)):
+                excerpt = visible(text) if whole else shorten(visible(text), 700)
                 self._print(f"  {name}:\n    " + excerpt.replace("\n", "\n    "))
 
     def close(self) -> None:
