@@ -23,7 +23,7 @@ from poise.models import attention, layers, load_checks, rope
 from poise.models.layers import compile_layers
 from poise.models.location import EMBEDDED, ModelError, first_line
 from poise.models.master_weights import MasterWeights
-from poise.models.packing import Packed, extents_of, layout, own_tokens, response_tokens
+from poise.models.packing import Packed, extents_of, layout, own_tokens, pack, response_tokens
 from poise.models.prompts import Tools, encode, encode_next, encode_prefill
 from poise.tasks import Message
 
@@ -298,6 +298,10 @@ class Policy:
                 parameters = sum(parameter.numel() for parameter in self.trunk.parameters())
                 micro_tokens = int(max(BUSY_TOKENS, min(4 * BUSY_TOKENS, BUSY_WORK / parameters)))
         return min(micro_tokens, self.most_tokens or micro_tokens)
+
+    def passes(self, batch: TokenBatch, rows: Sequence[int], micro_tokens: int | None = None) -> list[list[int]]:
+        """The rows of each pass over these rows of a batch."""
+        return pack(batch, rows, self.budget(micro_tokens))
 
     def save_memory(self) -> bool:
         """Turn gradient checkpointing on. False: it is on already, or the model does not support it."""

@@ -14,7 +14,7 @@ from poise._lib.device import is_planned, send, total_bytes
 from poise.batch import TokenBatch
 from poise.head import min_p_logp
 from poise.models.layers import FixedPassError, OutOfMemoryError
-from poise.models.packing import extents_of, own_tokens, pack, tokens_in
+from poise.models.packing import extents_of, own_tokens, tokens_in
 from poise.models.policy import Policy
 
 KEPT_SHARE = 1 / 16  # of the device's memory, for hidden states between a scoring pass and the regulator
@@ -124,7 +124,7 @@ def _in_passes(
 ) -> None:
     """Call ``score`` with the rows of each packed pass; when memory runs out, again: without states, then in less."""
     while True:
-        bins = pack(batch, range(len(batch.mask)), policy.budget(micro_tokens))
+        bins = policy.passes(batch, range(len(batch.mask)), micro_tokens)
         try:
             for rows in bins:
                 score(rows)

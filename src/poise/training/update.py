@@ -15,7 +15,6 @@ from poise._lib.device import is_planned, send
 from poise.batch import Phase, Rows, TokenBatch
 from poise.head.loss import LARGE_CHUNK, policy_loss
 from poise.models.layers import OutOfMemoryError
-from poise.models.packing import pack
 from poise.models.policy import BUSY_TOKENS, Policy
 from poise.models.scoring import largest_pass, score_all, take_less
 from poise.objective import Settings, active, normalizer, survey
@@ -168,7 +167,7 @@ def within_memory(
     device busy; then with gradient checkpointing; then with ever fewer tokens. Later mini-batches keep these limits.
     """
     while True:
-        bins = pack(batch, rows, policy.budget(micro_tokens))
+        bins = policy.passes(batch, rows, micro_tokens)
         _clear(policy)
         try:
             totals: Metrics = {}
