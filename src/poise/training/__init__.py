@@ -1,1 +1,1 @@
-"""The parts of a training step, and evaluation, checkpoints and interrupts around it."""
+"""The parts of a training step; also evaluation, checkpoints and interrupts."""

@@ -1,4 +1,4 @@
-"""Accuracy from samples: avg@k, pass@k and maj@k, each with a confidence interval. Plain functions, no tensors.
+"""Accuracy from samples: avg@k, pass@k and maj@k, each with a confidence interval, without tensors.
 
 The sampling unit is the *problem*. Samples of one problem share its difficulty: counting them as independent would make
 intervals too narrow, and more samples of the same problems say nothing about other problems.
@@ -15,9 +15,9 @@ from statistics import fmean
 from typing import Any, TypeGuard
 
 Interval = tuple[float, float]
-LOST = ("cut_off", "unreadable")  # counts of samples without a whole answer
-MUCH = 1 / 3  # share of a change in accuracy from which we say that it comes from whole and readable answers
-BY_DIFFICULTY = ", difficulty "  # between the measure and the difficulty, in the names of a summary's rows
+LOST = ("cut_off", "unreadable")  # the summary's counts of samples that were cut off or unreadable
+MUCH = 1 / 3  # from this share of a change in accuracy on, ``much`` reports the effect of lost answers
+BY_DIFFICULTY = ", difficulty "  # separates measure and difficulty in the row names of a summary
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,25 @@ class ProblemResult:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """An unbiased estimate of the chance that at least one of k samples is correct, from c correct among n ≥ k.
+    """An unbiased estimate of the chance that at least one of k samples is correct; c of the n ≥ k samples are correct.
 
-    ``1 − C(n − c, k) / C(n, k)``: the share of k-subsets of the samples with a correct one (arXiv 2107.03374).
-    The plug-in ``1 − (1 − c/n)^k`` is biased downwards.
+    ``1 − C(n − c, k) / C(n, k)`` is the share of the k-subsets that contain a correct sample (arXiv 2107.03374). The
+    plug-in estimate ``1 − (1 − c/n)^k`` is biased downwards.
     """
     return 1 - comb(n - c, k) / comb(n, k)
 
 
 def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> Interval:
-    """The interval of a mean over problems of values in [0, 1], such as each problem's share of correct samples.
+    """The confidence interval of a mean of one value in [0, 1] per problem, such as its share of correct samples.
 
     This is the exact interval at the effective number of problems (Korn and Graubard, 1998). A value in [0, 1] with
-    mean m has at most the variance m·(1 − m) of a binary one; averaging over samples reduces it by a factor φ ≤ 1, so
-    that n problems are worth n/φ binary ones. For binary values φ = 1 and this is Clopper and Pearson's interval.
+    mean m has at most the variance m·(1 − m) of a binary value. Averaging over samples reduces the variance by a factor
+    φ ≤ 1, so that n problems count like n/φ binary values. For binary values φ = 1, and the interval is Clopper and
+    Pearson's.
 
-    A few problems determine φ poorly, so its estimate counts four extra problems of the largest variance:
-    test_accuracy.py has the coverage of this interval and of narrower ones. It is too narrow where a few problems make
-    all the difference and the sample has none of them.
+    Few problems determine φ poorly, so its estimate adds four problems of the largest variance; test_accuracy.py shows
+    the coverage of this interval and of narrower ones. The interval is too narrow if the mean depends on rare problems
+    and the sample contains none of them.
     """
     values = [float(value) for value in per_problem_means]
     mean = fmean(values)
@@ -58,11 +59,11 @@ def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> In
 
 
 def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interval:
-    """The interval of a mean change over problems that were measured before and after, each change in [−1, 1].
+    """The confidence interval of the mean change of problems measured before and after; each change is in [−1, 1].
 
-    Student's interval, with two extra problems that changed by the largest change seen, one up and one down. With
+    This is Student's interval with two extra problems: one changed up, one down, by the largest observed change. With
     changes of ±1 it excludes 0 where the exact sign test does; the plain interval excludes 0 too often
-    (test_accuracy.py). If no problem changed, the bounds are those of the exact interval of a share of 0.
+    (test_accuracy.py). If no problem changed, the bounds come from the exact interval for a share of 0.
     """
     from scipy.stats import t
 
@@ -79,7 +80,7 @@ def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interv
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """How avg@k, greedy accuracy and pass@k changed, problem by problem: ``Evaluation.by_problem`` of two models."""
+    """The mean changes of avg@k, greedy accuracy and pass@k, from two models' ``Evaluation.by_problem``."""
     k = after["samples"]
     if before["samples"] != k or before["problems"] != after["problems"]:
         return {}
@@ -101,7 +102,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, di
 
 
 def much(old: float, new: float, lost_old: float, lost_new: float) -> str:
-    """Say how much of a change in accuracy comes from whole and readable answers; empty if it is less than ``MUCH``.
+    """Text: how much of a change in accuracy comes from answers that are cut off or unreadable; empty below ``MUCH``.
 
     Accuracy is the share of such answers times the share of them that is right. ``lost_old`` and ``lost_new`` are the
     shares of answers that were cut off or unreadable.
@@ -127,11 +128,11 @@ def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
 def summarise(results: Sequence[ProblemResult], k: int, level: float = 0.95) -> dict[str, Any]:
     """avg@k, pass@k and maj@k with their intervals, over all problems and by difficulty.
 
-    ``{"overall": summary, "difficulty": {"3": summary, …}}``, where a summary is ``{"problems": n, "avg@4": {"value":
-    …, "low": …, "high": …}, "pass@4": …, "maj@4": …}``. Difficulties are in order, numbers as numbers.
+    Returns ``{"overall": summary, "difficulty": {"3": summary, …}}``, where a summary is ``{"problems": n, "avg@4":
+    {"value": …, "low": …, "high": …}, "pass@4": …, "maj@4": …}``. Difficulties are sorted, numbers by value.
 
-    Every problem needs at least k samples. avg@k and pass@k use all of them, maj@k the first k. There is no maj@k
-    without answers, nor where a correct sample has none: what it says cannot be counted.
+    Every problem needs at least k samples. avg@k and pass@k use all of them, maj@k the first k. maj@k is missing if a
+    problem has no answers or a correct sample has none, because then votes cannot be counted.
     """
 
     def order(result: ProblemResult) -> tuple[bool, int, str]:
@@ -167,7 +168,7 @@ def _summary(results: Sequence[ProblemResult], k: int, level: float) -> dict[str
 
 
 def exact_interval(mean: float, n: float, level: float = 0.95) -> Interval:
-    """Clopper and Pearson's interval of a proportion: its coverage is at least ``level``, for any n."""
+    """Clopper and Pearson's interval for a proportion. Its coverage is at least ``level`` for every n."""
     from scipy.special import betaincinv  # the quantile of the Beta distribution
 
     tail, successes = (1 - level) / 2, mean * n
@@ -177,13 +178,13 @@ def exact_interval(mean: float, n: float, level: float = 0.95) -> Interval:
 
 
 def lost_shares(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The shares of the samples that were cut off, and that ended without a readable answer, as far as known."""
+    """The shares of samples that were cut off, and that ended without a readable answer; unknown shares are missing."""
     count = summary["n"] * summary["samples"]
     return {name: summary[name] / count for name in LOST if type(summary.get(name)) is int and count}
 
 
 def without_repeats(table: dict[str, Any]) -> dict[str, Any]:
-    """The rows to show: those of a single difficulty repeat the others, and pass@1 and maj@1 repeat avg@1."""
+    """The rows to show, without pass@1 and maj@1, which repeat avg@1, and without difficulties if there is only one."""
     parts = {name: name.partition(BY_DIFFICULTY) for name in table}
     single = len({difficulty for *_, difficulty in parts.values()} - {""}) < 2
     repeats = {name for name, part in parts.items() if part[0] in ("pass@1", "maj@1") or (single and part[2])}

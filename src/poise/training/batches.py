@@ -1,4 +1,4 @@
-"""From trajectories to a ``TokenBatch`` (``make_batch``), and from there to the phases of the update (``phases_of``).
+"""Turns trajectories into a ``TokenBatch`` (``make_batch``), and a batch into the update's phases (``phases_of``).
 
 Shapes: B trajectories, T tokens (padded).
 """
@@ -30,10 +30,10 @@ from poise.tasks.base import NO_REWARD
 from poise.training.frozen_models import Frozen
 from poise.training.update import NotFiniteError
 
-MOST_FAILED = 0.05  # share of a step's attempts that may end without a score
-LARGE = 1e3  # larger rewards are kept in float64: in float32 their differences may be rounded away
+MOST_FAILED = 0.05  # the share of a step's attempts that may fail to get a score
+LARGE = 1e3  # larger rewards are float64: in float32 their differences may be rounded away
 COARSE = 1e-3  # float32 is too coarse if its rounding error is more than this share of a group's spread
-NO_SPREAD = 1e-6  # smaller differences vanish in the normalisation's eps, such as 0.1 + 0.2 − 0.3
+NO_SPREAD = 1e-6  # smaller differences, such as 0.1 + 0.2 − 0.3, vanish in the normalisation's eps
 
 
 def drop_failed(
@@ -41,8 +41,9 @@ def drop_failed(
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """The samples that have a score, and the number of failures as a metric. The list is empty if no reward applies.
 
-    If ``advantage`` compares within groups, a sample that is now alone in its group is left out too. A reward function
-    that sometimes hangs must not end a run; one that often hangs would bias what the run learns.
+    If ``advantage`` compares within groups, a sample that failures have left alone in its group is dropped too. Rare
+    failures, such as a reward function that hangs, must not end a run; frequent ones would bias training, so they raise
+    an error.
     """
     failures = [sample for sample in samples if sample.score.failed not in (None, NO_REWARD)]
     if len(failures) > max(1, MOST_FAILED * len(samples)):
@@ -58,9 +59,9 @@ def drop_failed(
 
 
 def _in_groups(before: Sequence[Trajectory], after: list[Trajectory]) -> list[Trajectory]:
-    """``after`` without samples that have become the only one of their group: nothing is left to compare them with.
+    """``after`` without samples that have become the only one in their group, because they cannot be compared.
 
-    A sample with an advantage of its own stays, because it is not compared.
+    A sample whose advantage is set stays, because it is not compared.
     """
     compared = ([sample for sample in samples if sample.advantage is None] for samples in (before, after))
     sizes_before, sizes = (Counter(sample.group for sample in samples) for samples in compared)
@@ -88,12 +89,14 @@ def make_batch(
 ) -> TokenBatch:
     """The ``TokenBatch`` of these trajectories, on the policy's device.
 
-    ``recompute`` takes old log-probabilities from a forward pass of the policy, for trajectories that other weights or
-    other arithmetic sampled; the sampler's become ``sampler_logp``. ``reference`` is the model of the KL term.
-    ``hidden`` adds the head, and a function that returns the hidden states (n, T, d) of some rows, for regulators that
-    need them: of groups with correct and incorrect responses from the pass of ``recompute``, if there is one, else by a
-    forward pass. ``min_p`` adds log-probabilities under the min-p-filtered policy (one more pass), for
-    the surrogate lp-reg.
+    ``recompute`` takes the old log-probabilities from a forward pass of the policy, and moves the sampler's to
+    ``sampler_logp``. Use it if the sampler had other weights or computes differently. ``reference`` is the model of the
+    KL term. ``min_p`` adds log-probabilities under the min-p-filtered policy, which takes one more pass, for the
+    surrogate lp-reg.
+
+    ``hidden`` adds the head and a function that returns the hidden states (n, T, d) of given rows, for regulators that
+    need them. The pass of ``recompute`` stores the states of groups with correct and incorrect responses, if they fit;
+    for other rows the function runs a forward pass.
     """
     if not recompute:
         trajectories = _scored(trajectories, policy, temperature, micro_tokens)
@@ -119,7 +122,7 @@ def make_batch(
 def _scored(
     trajectories: Sequence[Trajectory], policy: Policy, temperature: float, micro_tokens: int | None
 ) -> list[Trajectory]:
-    """The trajectories, with the policy's log-probabilities and entropies where they had none."""
+    """The trajectories; those without log-probabilities get the policy's log-probabilities and entropies."""
     unscored = [each for each in trajectories if each.logp is None]
     if not unscored:
         return list(trajectories)
@@ -131,7 +134,7 @@ def _scored(
 
 
 def _sampled(trajectories: Sequence[Trajectory], device: torch.device) -> TokenBatch:
-    """The batch of what was sampled, with advantages of 0."""
+    """The batch of the trajectories as sampled, with advantages of 0."""
 
     def or_else(values: Sequence[Tensor | None], others: Sequence[Tensor]) -> list[Tensor]:
         return [other if value is None else value for value, other in zip(values, others, strict=True)]
@@ -170,8 +173,8 @@ def _compared(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def _reward_dtype(rewards: Sequence[float], groups: Sequence[int]) -> torch.dtype:
-    """float64 if float32 would round the differences of rewards away: they are large, or a group's are close."""
-    by_group: dict[int, list[float]] = {-1: [*rewards]}  # and all of them together
+    """float64 if float32 would lose differences of rewards, because rewards are large or close within a group."""
+    by_group: dict[int, list[float]] = {-1: [*rewards]}  # −1: all rewards together
     for group, reward in zip(groups, rewards, strict=True):
         by_group.setdefault(group, []).append(reward)
     spreads = (max(each) - min(each) for each in by_group.values())
@@ -181,7 +184,7 @@ def _reward_dtype(rewards: Sequence[float], groups: Sequence[int]) -> torch.dtyp
 
 
 def group_numbers(groups: Sequence[Hashable]) -> list[int]:
-    """An integer per row, equal for rows of the same group; a row without a group gets a number of its own."""
+    """An integer per row: equal for rows of the same group, unique for a row without a group."""
     numbers: dict[Hashable, int] = {}
     return [
         numbers.setdefault(("alone", row) if group is None else ("group", group), len(numbers))
@@ -192,7 +195,7 @@ def group_numbers(groups: Sequence[Hashable]) -> list[int]:
 def without_consolidated(
     samples: Sequence[Trajectory], phases: Sequence[Phase], batch: TokenBatch, rows: Rows = slice(None)
 ) -> tuple[list[Phase], TokenBatch]:
-    """The phases and the batch without consolidated rows, which were not sampled: for summaries.
+    """The phases and the batch without consolidated rows, which were not sampled in this form, for summaries.
 
     ``rows`` are the rows of the batch that the phases cover.
     """
@@ -204,9 +207,9 @@ def without_consolidated(
 
 
 def _advantages(trajectories: Sequence[Trajectory], batch: TokenBatch, estimate: Estimate) -> Tensor:
-    """(B,) advantages: a trajectory's own, or its reward normalised within its group; (B, T) if any is per token.
+    """Advantages (B,), or (B, T) if any advantage is per token: set by the trajectory, or estimated from rewards.
 
-    An estimate that looks beyond groups is made for each role by itself, because reflections and attempts have
+    An estimate that looks beyond groups is computed separately for each role, because reflections and attempts have
     different rewards.
     """
     rewards, groups = batch.rewards, batch.groups
@@ -232,10 +235,10 @@ def _advantages(trajectories: Sequence[Trajectory], batch: TokenBatch, estimate:
 
 
 class Regulated(NamedTuple):
-    """What to update with: some ``rows`` of the batch, and their phases."""
+    """The input of the update: some ``rows`` of the batch, and their phases."""
 
     rows: Rows
-    batch: TokenBatch  # these rows alone
+    batch: TokenBatch  # only these rows
     phases: list[Phase]
     metrics: dict[str, float]  # ``reg/…``, and the number of dropped groups
 
@@ -248,10 +251,10 @@ def phases_of(
     drop_equal_groups: bool = False,
     name: str = "",
 ) -> Regulated:
-    """Run the regulator. ``drop_equal_groups`` leaves out groups whose rewards are all equal.
+    """Run the regulator on the batch. ``drop_equal_groups`` first drops groups whose rewards are all equal.
 
-    If no group is left, the result has all rows with weight 0: the update takes no optimizer step. ``name`` is the
-    setting that names the regulator: if its code is the user's own, an error says so.
+    If no rows remain, the result has all rows with weight 0, so the update takes no optimizer step. ``name`` is the
+    text of the setting ``regulator``; errors in the user's own code quote it.
     """
     spread, equal = groups_with_spread(samples) if drop_equal_groups else ([], 0)
     rows: Rows = spread if spread and equal else slice(None)
@@ -267,9 +270,9 @@ def phases_of(
 
 
 def groups_with_spread(samples: Sequence[Trajectory]) -> tuple[list[int], int]:
-    """The rows without the groups whose rewards are all equal, and the number of these groups.
+    """The rows that remain without groups of equal rewards, and the number of these groups.
 
-    A row with an advantage of its own stays, and so does the only row of a group.
+    A row whose advantage is set stays, and so does the only row of a group.
     """
     rewards: dict[Hashable, list[float]] = {}
     for sample in samples:

@@ -1,6 +1,6 @@
-"""Builds what a run is made of: policy, frozen models, sampler, optimizer, checkpoints, from its config and folder.
+"""Builds the components of a run from its config and folder: policy, frozen models, sampler, optimizer, checkpoints.
 
-Pass a loaded policy, a task or a regulator to use these instead of what the config names.
+If you pass a loaded policy, a task or a regulator, these replace the config's.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from poise.training.memory import bound_passes, footprint, smaller_footprints
 from poise.training.resume import check_same_data
 from poise.training.update import UpdatePlan
 
-ROUNDING = 0.01  # how far half precision may move a response's ratio from 1 while the weights are unchanged
+ROUNDING = 0.01  # how far rounding in half precision may move a response's ratio from 1
 
 
 @dataclass(eq=False)
 class Components:
-    """What a run is made of."""
+    """The components of a run."""
 
     policy: Policy
     algorithm: Algorithm
@@ -61,7 +61,7 @@ class Components:
     optimizer: torch.optim.Optimizer
     plan: UpdatePlan
     checkpoints: Checkpoints
-    notes: list[str] = field(default_factory=list)  # what to tell the user once there is a console
+    notes: list[str] = field(default_factory=list)  # messages to show once there is a console
 
 
 def build(
@@ -72,8 +72,8 @@ def build(
     task: Task | None = None,
     regulator: Regulator | None = None,
 ) -> Components:
-    """Load and build everything that the config names; refuse what cannot work together."""
-    fix_date(folder.began())  # before anything is encoded
+    """Load and build all components that the config names; refuse combinations that cannot work."""
+    fix_date(folder.began())  # before any prompt is encoded
     notes: list[str] = []
     regulator = regulator or config.build_regulator()
     algorithm, advantage = config.build_algorithm(), config.build_advantage()
@@ -118,11 +118,11 @@ def build(
 
 
 def build_optimizer(parameters: Sequence[Tensor], settings: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW; with ``eight_bit``, of bitsandbytes."""
+    """torch's AdamW; with ``eight_bit``, bitsandbytes' AdamW."""
     common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
     if not settings.eight_bit:
         return torch.optim.AdamW(parameters, **common, fused=True)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it names kernels that AdamW does not need
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its warnings on a CPU do not concern AdamW
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
@@ -139,7 +139,7 @@ def load_trained(config: Config, folder: RunFolder) -> Policy:
         starting_weights(config, folder),
         lora=config.lora,
         seed=derived_seed(config.seed, 0),
-        # Kernels are compiled for the sizes that come first, and a resumed run begins with others.
+        # Kernels are compiled for the first sizes that occur, which are others in a resumed run.
         compiled=bool(config.compile) if config.deterministic else config.compile,
         tokens=config.tokens_left(*folder.progress()),
         **config.loading,
@@ -165,7 +165,7 @@ def build_sampler(config: Config, policy: Policy, note: Callable[[str], None], *
 
 
 def check_beginning(task: Task, policy: Policy, prefill: str, note: Callable[[str], None]) -> None:
-    """Refuse a ``<think>`` that would be opened twice; report a chat template that does not begin the model's turn."""
+    """Refuse a prefill or reward that opens ``<think>`` again; report a chat template without a generation prompt."""
     tag = opened(policy.tokenizer)
     if tag and "<think>" in prefill:
         raise TaskError(f"task.prefill={prefill!r}: the model's chat template opens <think> already: leave the tag out")
@@ -182,7 +182,7 @@ def check_beginning(task: Task, policy: Policy, prefill: str, note: Callable[[st
 
 
 def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str], None]) -> None:
-    """Drop a dataset's problems whose prompts are too long, and note its size and what its reader reported."""
+    """Drop a dataset's problems with prompts that are too long. Note the dataset's size and its reader's messages."""
     if not isinstance(task, Data):
         return
 
@@ -207,9 +207,9 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
 
 
 def recomputed(config: Config, policy: Policy, note: Callable[[str], None]) -> bool:
-    """Whether old log-probabilities come from a forward pass, because the settings say so or the surrogate needs it.
+    """Whether make_batch must compute old log-probabilities, because the settings ask for it or the surrogate needs it.
 
-    With vLLM they always do: its engine lets the policy score each response (``VllmEngine``), so one pass is enough.
+    With vLLM this is False: its engine has already scored each response with the policy (``VllmEngine``).
     """
     if config.rollout.engine == "vllm":
         return False
@@ -227,6 +227,6 @@ def recomputed(config: Config, policy: Policy, note: Callable[[str], None]) -> b
 
 
 def steps_taken(model: str) -> int:
-    """The training step of the checkpoint that a model is in; 0 for any other model."""
+    """The training step of the checkpoint that contains the model; 0 for any other model."""
     checkpoint = Path(locate(model)).resolve().parent
     return step_of(checkpoint) if checkpoint.parent.name == "checkpoints" else 0

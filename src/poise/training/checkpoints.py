@@ -1,8 +1,8 @@
 """Checkpoints: weights, optimizer state, and the ``State`` of the run, in ``progress.json`` and ``memory.json``.
 
-The optimizer's state is written as named tensors (AdamW's are ``step/PARAM``, ``exp_avg/PARAM`` and
-``exp_avg_sq/PARAM``): safetensors instead of pickle. A parameter that never had a gradient has no state. Learning rates
-and other settings are not state: they follow from the config and the step.
+The optimizer's state is stored as named tensors in safetensors, not in pickle; AdamW's are ``step/PARAM``,
+``exp_avg/PARAM`` and ``exp_avg_sq/PARAM``. A parameter that never had a gradient has no state. Learning rates and other
+settings are not stored: they follow from the config and the step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from poise.runs.folder import CheckpointError, RunFolder
 from poise.training.steps import State
 
 Named = Iterable[tuple[str, Tensor]]  # model.named_parameters()
-TABLES = {"qmap1", "qmap2"}  # of 8-bit codes: constants, which all parameters share
+TABLES = {"qmap1", "qmap2"}  # tables of 8-bit codes: constants that all parameters share
 
 
 class Checkpoints:
-    """The checkpoints of one run: every ``every`` steps (0: only at the end), and whenever ``save`` is called."""
+    """The checkpoints of one run. One is due every ``every`` steps (0: only at the end)."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Checkpoints:
         self.folder, self.files, self.every = folder, CheckpointFiles(folder), every
         self.policy, self.master_weights, self.optimizer = policy, master_weights, optimizer
         self.saved = 0  # step of the newest checkpoint
-        self.weights_of: int | None = 0  # step that the weights belong to; None during an update
+        self.weights_of: int | None = 0  # the step of the current weights; None during an update
 
     def size(self, moment_bytes: float) -> int:
         """The bytes of one checkpoint: the model, the float32 weights, and the optimizer's two moments."""
-        saved = (value for value in self.policy.model.parameters() if value.requires_grad)  # of LoRA, the adapters
+        saved = (value for value in self.policy.model.parameters() if value.requires_grad)  # with LoRA: adapters
         model: int = sum(value.numel() * value.element_size() for value in saved)
         trained = sum(value.numel() for value in self.master_weights.parameters.values())
         return model + int((4 + moment_bytes) * trained)
@@ -63,7 +63,7 @@ class Checkpoints:
         self.weights_of = step
 
     def save(self, state: State) -> None:
-        """Save a checkpoint of the weights as they are, at this state of the run."""
+        """Save a checkpoint with the current weights and this state of the run."""
         parameters = self.master_weights.parameters
         with self.files.writing(state.step) as path:
             self.policy.save(path / "model")
@@ -75,14 +75,14 @@ class Checkpoints:
         self.saved = state.step
 
     def save_finished(self, state: State) -> None:
-        """Save the last finished step, unless it is saved already. Never save mid-update weights or unlogged steps."""
+        """Save the last finished step unless it is saved already. Never save mid-update weights or unlogged steps."""
         if self.weights_of == state.step > self.saved and state.step in (
             each["step"] for each in self.folder.metrics()
         ):
             self.save(state)
 
     def restore(self) -> State:
-        """Load the newest readable checkpoint, and return the run's state at it; a new state if there is none."""
+        """Load the newest readable checkpoint and return its ``State``; a new ``State`` if there is none."""
         parameters, device = self.master_weights.parameters, str(self.policy.device)
 
         def read(path: Path) -> State:
@@ -112,7 +112,7 @@ class Checkpoints:
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Named) -> dict[str, Tensor]:
-    """The optimizer's state by name. The tensors are not copies: write them before the next step."""
+    """The optimizer's state by name. The tensors are not copies, so write them before the next step."""
     return {
         f"{key}/{name}": torch.as_tensor(value).detach().contiguous()
         for name, parameter in names
@@ -122,7 +122,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Named) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: Optimizer, names: Named, tensors: Mapping[str, Tensor]) -> None:
-    """Restore the state that ``optimizer_tensors`` returned: all of it or, on error, nothing."""
+    """Restore the state that ``optimizer_tensors`` returned. On an error, the optimizer does not change."""
     parameters, saved = dict(names), dict[str, dict[str, Tensor]]()
     for path, tensor in tensors.items():
         key, _, name = path.partition("/")
@@ -138,7 +138,7 @@ def restore_optimizer(optimizer: Optimizer, names: Named, tensors: Mapping[str, 
             )
             if like is None or not fits:
                 raise ValueError(f"the saved state of the optimizer has '{key}/{name}', which does not fit the model")
-            # ``load_state_dict`` moves the step only if AdamW counts on the device
+            # ``load_state_dict`` moves the step to the device only if AdamW counts there
             state[key] = int(value) if isinstance(like, int) else value.cpu() if key == "step" else value
         if state.keys() - TABLES != values.keys():
             raise ValueError(f"the saved state of the optimizer is incomplete for {name!r}")
@@ -147,7 +147,7 @@ def restore_optimizer(optimizer: Optimizer, names: Named, tensors: Mapping[str, 
 
 
 def _first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor | int]:
-    """What the optimizer keeps of this parameter, as it would be before the first step."""
+    """The optimizer's state of this parameter as it would be before the first step."""
     if not hasattr(optimizer, "init_state"):  # torch's AdamW
         like = torch.empty_like(parameter, device="meta")
         return {"step": torch.tensor(0.0), "exp_avg": like, "exp_avg_sq": like}

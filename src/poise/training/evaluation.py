@@ -15,29 +15,32 @@ from poise.training.accuracy import BY_DIFFICULTY, ProblemResult, lost_shares, s
 from poise.training.config.schema import Config
 
 CHUNK = 64  # problems per call of the sampler, and per progress report
-GPU_RESPONSES = 1024  # per call, if that is more: a GPU decodes many in the time of a few
+GPU_RESPONSES = 1024  # responses per call on a GPU, if that is more: a GPU decodes many as fast as a few
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of every problem, sampled and greedy."""
+    """The results of all problems, from sampling and from greedy decoding."""
 
     task: str
     samples: int
     temperature: float
     sampled: list[ProblemResult]
     greedy: list[ProblemResult]
-    reward: float  # mean over the samples
+    reward: float  # mean over all samples
     cut_off: int  # samples that reached the token limit
     greedy_cut_off: int
     problems: str  # a fingerprint of the problems
     unreadable: int | None = None  # samples that ended without a readable answer; None for a task without answers
     greedy_unreadable: int | None = None
     failed: int = 0  # samples without a verdict; they count as wrong
-    attempts: Sequence[Trajectory] = ()  # the samples themselves
+    attempts: Sequence[Trajectory] = ()  # all samples
 
     def summary(self) -> dict[str, Any]:
-        """For ``summary.json``. ``accuracy`` is avg@k; if it rises without ``greedy``, the model only sharpened."""
+        """The entry in ``summary.json``. ``accuracy`` is avg@k.
+
+        If it rises but ``greedy`` does not, the model only sharpened.
+        """
         sampled, greedy = summarise(self.sampled, self.samples), summarise(self.greedy, 1)
         average = sampled["overall"][f"avg@{self.samples}"]
         table = {name: value for name, value in sampled["overall"].items() if name != "problems"}
@@ -63,7 +66,7 @@ class Evaluation:
         }
 
     def by_problem(self) -> dict[str, Any]:
-        """For ``before.json`` and ``problems.json``: the number of right replies to each problem, sampled and greedy.
+        """The content of ``before.json`` and ``problems.json``: correct replies per problem, sampled and greedy.
 
         Runs with the same evaluation settings have the same problems, so they can be compared problem by problem.
         """
@@ -71,12 +74,12 @@ class Evaluation:
         return {"samples": self.samples, "problems": self.problems, "correct": right, "greedy": greedy}
 
     def metrics(self) -> dict[str, float]:
-        """``eval/{task}/…`` for the metrics of a step."""
+        """The metrics ``eval/{task}/…`` of a step."""
         return summary_metrics(self.task, self.summary())
 
 
 def summary_metrics(task: str, summary: dict[str, Any]) -> dict[str, float]:
-    """``Evaluation.metrics``, of an evaluation's summary."""
+    """``Evaluation.metrics``, computed from the summary of an evaluation."""
     named = {name.replace(BY_DIFFICULTY, "/"): row["value"] for name, row in summary["table"].items()}
     return {f"eval/{task}/{name}": value for name, value in {**named, **lost_shares(summary)}.items()}
 
@@ -90,10 +93,10 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     held_out_problems: Sequence[Problem] | None = None,
 ) -> Evaluation:
-    """Sample ``samples`` responses to each of the first ``problems`` held-out problems of a seed, and one greedily.
+    """Sample ``samples`` responses and one greedy response to each of a seed's first ``problems`` held-out problems.
 
-    The same seed gives the same problems and random numbers, so that two policies are compared on equal terms.
-    Pass ``held_out_problems`` if you have drawn the problems already.
+    The same seed gives the same problems and random numbers, which makes two policies comparable. Pass
+    ``held_out_problems`` if you have drawn the problems already.
     """
     sampler = sampler.at()
     test_problems = held_out_problems
@@ -102,7 +105,7 @@ def evaluate(
     problems = len(test_problems)  # a finite task may have fewer
     sampled: list[Trajectory] = []
     greedy: list[Trajectory] = []
-    # Random numbers depend on the size of a call: it is fixed by the type of the device and the number of samples.
+    # Fixed per device type and number of samples, because the random numbers depend on the size of a call.
     size = CHUNK if sampler.policy.device.type == "cpu" else max(CHUNK, GPU_RESPONSES // samples)
     for start in range(0, problems, size):
         chunk = test_problems[start : start + size]
@@ -139,7 +142,7 @@ def held_out(
     problems: Sequence[Problem] | None = None,
     seed: int | None = None,
 ) -> Evaluation:
-    """``evaluate`` with a run's settings, for the trainer and for ``poise eval``."""
+    """``evaluate`` with the settings of a run, for the trainer and for ``poise eval``."""
     settings = config.evaluation
     sampling = replace(sampler.sampling, temperature=config.test_temperature)
     return evaluate(
@@ -153,7 +156,7 @@ def held_out(
 
 
 def _unreadable(samples: Sequence[Trajectory]) -> int | None:
-    """How many samples ended without a readable answer; None if correct samples have none either."""
+    """How many samples ended without a readable answer; None if some correct sample has no answer either."""
     if any(sample.score.correct and sample.score.answer is None for sample in samples):
         return None
     return sum(sample.finished and sample.score.answer is None for sample in samples)

@@ -1,9 +1,9 @@
-"""Frozen models beside the policy: the reference of the KL term, and the models that an algorithm asks for.
+"""Frozen models: the reference of the KL term, and the models that an algorithm asks for.
 
-An algorithm names them in ``models``, name → source, and finds a sampler for each in ``sampler.others``. The source is
-``"start"``, the weights that the run starts with, or any model that ``model=`` takes. The starting weights are loaded
-once, for the KL term and the algorithm together. With LoRA they are not loaded at all: they are the policy's own model
-with its adapter disabled. A frozen model has no gradients, and is neither in the optimizer nor in a checkpoint.
+An algorithm names its models in ``models``, a dict from names to sources; ``sampler.others`` then has a sampler for
+each. A source is ``"start"`` (the weights that the run starts with) or a model as in ``model=``. The KL term and the
+algorithm share one copy of the starting weights. With LoRA there is no copy: poise uses the policy's model with its
+adapter disabled. A frozen model has no gradients, and is neither in the optimizer nor in a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ FILE = "models.json"  # in the run folder: see ``_checkpoints``
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """A model that is never trained. With ``adapter`` it is the policy in training, without its LoRA adapter."""
+    """A model that is never trained. With ``adapter`` it is the trained policy without its LoRA adapter."""
 
     policy: Policy
     adapter: bool = False
 
     def active(self) -> AbstractContextManager[Any]:
-        """The context in which ``policy`` computes with the frozen weights."""
+        """A context in which ``policy`` computes with the frozen weights."""
         return self.policy.model.disable_adapter() if self.adapter else nullcontext()
 
     def logp(self, batch: TokenBatch, temperature: float, micro_tokens: int | None) -> Tensor:
-        """(B, T) log-probabilities of the responses' tokens."""
+        """The log-probabilities (B, T) of the response tokens."""
         with self.active():
             return score_all(self.policy, batch, temperature, micro_tokens)[0]
 
     @property
     def parameters(self) -> int:
-        """The number of its parameters."""
+        """The number of frozen parameters."""
         own = (each for each in self.policy.model.parameters() if not (self.adapter and each.requires_grad))
         return sum(each.numel() for each in own)
 
@@ -67,20 +67,20 @@ class Frozen:
 
 @dataclass(frozen=True, eq=False)
 class FrozenEngine:
-    """Samples from a frozen model with an engine of its own, and so with a KV cache and CUDA graphs of its own."""
+    """Samples from a frozen model with a separate engine, KV cache and CUDA graphs."""
 
     frozen: Frozen
     engine: Engine
 
     @property
     def policy(self) -> Policy:
-        """The model, which computes with the frozen weights while this engine samples."""
+        """The model. It computes with the frozen weights while this engine samples."""
         return self.frozen.policy
 
     def sample(
         self, requests: Sequence[Request], sampling: Sampling, seed: int, done: Done | None = None
     ) -> list[Completion]:
-        """Sample a response to each request, in their order."""
+        """Sample a response to each request, in order."""
         with self.frozen.active():
             return self.engine.sample(requests, sampling, seed, done)
 
@@ -88,7 +88,7 @@ class FrozenEngine:
 class FrozenModels:
     """The frozen models of a run: the algorithm's and, with ``reference``, the KL term's.
 
-    ``start`` is the model that the run started with, if it is not the config's.
+    ``start`` is the model with which the run started, if that is not the config's model.
     """
 
     def __init__(
@@ -132,9 +132,9 @@ class FrozenModels:
         return {"parameters": Frozen(self.policy).parameters, "parameters_of": others}
 
     def add_to(self, sampler: Sampler) -> Sampler:
-        """The sampler with one in ``others`` for each of the algorithm's models, for the same task and settings.
+        """The sampler with a sampler in ``others`` for each of the algorithm's models, with the same task and settings.
 
-        If the algorithm cannot work with these models or this task, its ``check`` says so here, before training.
+        This also calls the algorithm's ``check``, which may refuse these models or this task before training.
         """
         others = {name: self._sampler(name, self.by_source[source], sampler) for name, source in self.models.items()}
         for name, (server, own) in getattr(self.algorithm, "servers", {}).items():
@@ -153,9 +153,10 @@ class FrozenModels:
             self.note(f"{name}: {line}")
 
         with frozen.active():
-            # vLLM copies weights with their adapter, and a second one would take its share of the memory again.
+            # Not vLLM: it would copy the weights with their adapter, and a second vLLM would need its share of the
+            # memory.
             engine = choose(frozen.policy, "auto" if rollout.engine == "vllm" else rollout.engine, rollout.batch, note)
-        # No limit on prompts: another tokenizer may need more tokens for them.
+        # No limit on prompts: another tokenizer may need more tokens.
         return replace(like, policy=frozen.policy, engine=FrozenEngine(frozen, engine), max_prompt=None)
 
     def _load(self, name: str, source: str) -> Frozen:
@@ -179,11 +180,11 @@ class FrozenModels:
         return Frozen(policy)
 
     def _name(self, source: str) -> str:
-        """The model's name, or the folder of a checkpoint."""
+        """The model's name, or the folder of the checkpoint to load."""
         return self.checkpoints.get(source) or (self.start if source == START else source)
 
     def _describe(self, source: str, shared: str | None) -> str:
-        """What a model is, and how much memory its weights take. ``shared`` names the user that loaded it before."""
+        """Text: the model and its weights' memory. ``shared`` names the user that has already loaded the model."""
         frozen = self.by_source[source]
         what = f"the run's starting weights ({self._name(source)})" if source == START else self._name(source)
         if frozen.adapter:
@@ -194,19 +195,19 @@ class FrozenModels:
 
 
 def starting_weights(config: Config, folder: RunFolder) -> str:
-    """The name or folder to load the policy from: ``model``; with LoRA, if ``model`` is a run, its checkpoint.
+    """What to load at the start of a run: ``model``. With LoRA, if ``model`` is a run: the folder of its checkpoint.
 
-    That is the run's newest checkpoint when this run began. A resumed run with LoRA needs the same base weights again,
-    since its own checkpoints hold only the adapter.
+    The checkpoint is the newest one at the time when this run began. A resumed run with LoRA needs the same base
+    weights again, because its own checkpoints contain only the adapter.
     """
     return _checkpoints(config.model, [START] if config.lora else [], folder).get(START, config.model_name)
 
 
 def _checkpoints(start: str, sources: Iterable[str], folder: RunFolder | None) -> dict[str, str]:
-    """For each source that is a run folder, the newest checkpoint that it had when this run began.
+    """The newest checkpoint of each source that is a run folder, at the time when this run began.
 
-    They are saved in this run's ``models.json``. So a resumed run loads the same weights, even if the other run has
-    continued since.
+    The paths are saved in this run's ``models.json``, so that a resumed run loads the same weights even if the other
+    run has continued.
     """
     saved = folder.read_json(FILE) if folder is not None else None
     checkpoints = {source: str(path) for source, path in saved.items()} if isinstance(saved, dict) else {}

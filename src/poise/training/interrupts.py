@@ -1,7 +1,7 @@
-"""Signals request a stop: a step finishes and is saved, an evaluation ends at once. A second Ctrl-C ends anything.
+"""Signals request a stop: a step finishes and is saved; an evaluation ends at once. A second Ctrl-C ends both at once.
 
-SIGTERM comes from ``kill`` and from schedulers, SIGHUP from a terminal that closes, SIGUSR1, SIGUSR2 and SIGXCPU from
-batch systems shortly before the time limit.
+``kill`` and schedulers send SIGTERM; a terminal that closes sends SIGHUP; batch systems send SIGUSR1, SIGUSR2 and
+SIGXCPU shortly before the time limit.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from types import FrameType
 from typing import Any
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))  # Windows has the first two
+SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))  # Windows has only the first two
 
 
 class Stopper:
-    """A context in which these signals only set ``requested``, except within ``at_once``."""
+    """A context in which these signals only set ``requested``; within ``at_once`` they also interrupt."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.note, self.requested = note, False
@@ -29,7 +29,7 @@ class Stopper:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
-                    continue  # ignored on purpose, as by nohup
+                    continue  # ignored on purpose, for example by nohup
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -58,7 +58,7 @@ class Stopper:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.requested:  # a closing terminal may send SIGHUP twice, which must not lose the step
+        if self.requested:  # a closing terminal may send SIGHUP twice; the step must not be lost
             return
         self.requested = True
         if self._at_once:

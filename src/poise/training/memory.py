@@ -1,4 +1,4 @@
-"""Forecast a run's device memory from its settings alone, and bound its passes before the first one."""
+"""Forecasts a run's device memory from its settings, and limits the size of passes before the first pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from poise.training.config.groups import LoraConfig
 from poise.training.config.schema import Config
 from poise.training.frozen_models import START
 
-FEWEST_RESPONSE = 64  # tokens: a shorter limit is no advice
+FEWEST_RESPONSE = 64  # tokens: no advice suggests a shorter limit
 
 
 def repeatable(config: Config) -> AbstractContextManager[None]:
@@ -25,18 +25,18 @@ def repeatable(config: Config) -> AbstractContextManager[None]:
     device = resolve_device(config.device)
     if not config.deterministic or device.type != "cuda":
         return nullcontext()
-    fix_workspace()  # before anything starts CUDA
+    fix_workspace()  # before CUDA starts
     least = footprint(config, config.model_name)
     return deterministic(device, None if least is None else least.total)
 
 
 def bound_passes(policy: Policy, memory: Footprint, micro_tokens: int | None, note: Callable[[str], None]) -> None:
-    """Bound the tokens of a pass, and turn gradient checkpointing on, if the forecast requires it."""
+    """Limit the tokens per pass, and turn on gradient checkpointing, if the forecast requires it."""
     if memory.activations is None or memory.rows is None or not policy.packed:
         return
     of, longest, most = memory.activations, memory.rows.longest, policy.budget(micro_tokens)
     cache = memory.rows.count * longest * of.cache
-    beside = cache if cache <= idle_bytes(policy.device) else 0  # a larger one is released before the update
+    beside = cache if cache <= idle_bytes(policy.device) else 0  # a larger cache is released before the update
     busy = max(FEWEST_TOKENS, BUSY_WORK // memory.parameters)
     room = memory.room(policy.device) - beside
     passes = choose_passes(of, room, most, int(busy), longest) or Passes(min(most, longest), True)
@@ -51,7 +51,7 @@ def bound_passes(policy: Policy, memory: Footprint, micro_tokens: int | None, no
 
 
 def smaller_footprints(config: Config, name: str) -> Iterator[tuple[str, Footprint | None]]:
-    """Changes of the settings that need less memory, each with what training would take."""
+    """Changes of settings that save memory, each with the memory that training would then take."""
     if config.lora is None:
         adapter = config.model_copy(update={"lora": LoraConfig()})
         yield "train an adapter, lora.rank=16", footprint(adapter, name, passes=True)
@@ -70,7 +70,7 @@ def smaller_footprints(config: Config, name: str) -> Iterator[tuple[str, Footpri
 
 
 def footprint(config: Config, name: str, *, passes: bool = False) -> Footprint | None:
-    """The memory that training the model of that name takes; with ``passes``, that of passes and of the cache too."""
+    """The memory that training the named model takes; ``passes`` includes the memory of passes and of the cache."""
     frozen = set(getattr(config.build_algorithm(), "models", {}).values())
     copies = bool(config.objective.kl_coef) or START in frozen
     rollout = config.rollout

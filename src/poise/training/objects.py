@@ -1,7 +1,7 @@
-"""Python objects as settings: a name for each object among the arguments of ``poise.train``.
+"""Python objects as settings: replaces each object among the arguments of ``poise.train`` by text.
 
-Instances of poise's own classes are stored as text: ``AdvantageReweighting(0.3)`` as ``ar(alpha=0.3)``. Any other
-object gets a name such as ``python:softer`` (``_lib.live``).
+An instance of poise's own classes becomes the text that builds it: ``AdvantageReweighting(0.3)`` becomes
+``ar(alpha=0.3)``. Any other object gets a name such as ``python:softer`` (``_lib.live``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUP_OF_DATA = {"name", "weight", *(key.removeprefix("data.") for key in SHORT_
 
 
 def name_objects(settings: Mapping[str, Any], tokenizer: Any = None) -> tuple[Document, live.Objects]:
-    """The settings as a document of text and numbers, and the objects that it names. Keys may be dotted."""
+    """The settings as a document of text and numbers, and the objects that the document names. Keys may be dotted."""
     namer = _Namer(tokenizer)
     plain = {key: namer.plain(key, value) for key, value in settings.items()}
     if tokenizer is not None and not namer.objects.by_name.keys() & {plain.get("model")}:
@@ -38,7 +38,7 @@ def name_objects(settings: Mapping[str, Any], tokenizer: Any = None) -> tuple[Do
 
 
 class _Namer:
-    """Puts names in place of objects."""
+    """Replaces objects by text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.objects, self._tokenizer = live.Objects(), tokenizer
@@ -77,7 +77,7 @@ class _Namer:
             return os.fspath(data)
         if _is_group(data):
             return data | {"name": self._data(data["name"], name)}
-        # A list of names and groups is a mixture; otherwise its entries are rows.
+        # A list of names and groups is a mixture of data sets; any other list is a list of rows.
         if isinstance(data, list | tuple) and data and all(isinstance(each, str) or _is_group(each) for each in data):
             return [self._data(each, name) for each in data]
         return self.objects.add(data, name)
@@ -97,7 +97,7 @@ class _Namer:
 
     def _environment(self, environment: Any) -> str:
         if not callable(environment) and callable(getattr(environment, "reset", None)):
-            factory = partial(copy.deepcopy, environment)  # each episode plays in an environment of its own
+            factory = partial(copy.deepcopy, environment)  # each episode gets its own environment
             return self.objects.add(factory, type(environment).__name__)
         if not callable(environment):
             raise TypeError(f"an environment is a class, a function or an object with reset, got {short(environment)}")
@@ -153,12 +153,12 @@ class _Namer:
 
 
 def _is_group(value: Any) -> bool:
-    """Whether this names a data set, with settings for it."""
+    """Whether the value is a group that names a data set, with its settings."""
     return type(value) is dict and "name" in value and value.keys() <= GROUP_OF_DATA
 
 
 def _title(thing: Any) -> str:
-    """A name for a function, a class or an object, as a person would say it."""
+    """A readable name for a function, a class or an object."""
     while hasattr(thing, "func") and not hasattr(thing, "__name__"):  # functools.partial
         thing = thing.func
     return str(getattr(thing, "__name__", type(thing).__name__))
@@ -172,7 +172,7 @@ def _values(thing: Any, always: Sequence[str] = ()) -> Document:
 
 
 def _text(thing: Any, table: Mapping[str, Any], build: Callable[[str], Any], always: Sequence[str] = ()) -> str | None:
-    """``name(setting=value)`` for an instance of a class in the table; None if no text gives an equal one."""
+    """``name(setting=value)`` for an instance of a class in the table; None if no text builds an equal instance."""
     name = next((name for name, kind in table.items() if kind is type(thing)), None)
     if name is None or not is_dataclass(thing):
         return None
@@ -180,12 +180,12 @@ def _text(thing: Any, table: Mapping[str, Any], build: Callable[[str], Any], alw
     text = f"{name}({values})" if values else name
     try:
         return text if _same(build(text), thing) else None
-    except (ValueError, TypeError):  # a value that is no literal
+    except (ValueError, TypeError):  # a value is not a literal
         return None
 
 
 def _task_settings(task: Any) -> Document | None:
-    """The settings of an instance of one of poise's own tasks; None if they do not give an equal one."""
+    """The settings of an instance of poise's own tasks; None if they do not build an equal instance."""
     if isinstance(task, ReasoningGym):
         own = {key: value for key, value in _values(task).items() if key not in ("dataset", "settings")}
         return {"name": task.name, **task.settings, **own}
@@ -199,7 +199,7 @@ def _task_settings(task: Any) -> Document | None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal; False if they cannot be compared, as tables cannot."""
+    """Whether two values are equal; False if they cannot be compared, like two tables."""
     try:
         return bool(one == other)
     except Exception:  # a user's class may raise anything

@@ -1,7 +1,7 @@
-"""Before the first evaluation: try the task, the model and the regulator on a few tokens, and look at the disk.
+"""Before the first evaluation: try the task, the model and the regulator on a few tokens, and check the disk.
 
-So mistakes show within a second, not after an evaluation or at the first checkpoint. The trial leaves no traces: it
-draws no random numbers of the run, and it does not use the engine, whose cache and graphs stay as they are.
+So mistakes appear within a second, not after an evaluation or at the first checkpoint. The trial does not change the
+run: it draws none of the run's random numbers, and does not use the engine, its cache or its graphs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from poise.training.config.schema import Config
 from poise.training.resume import TrainError
 from poise.training.update import NotFiniteError
 
-PROBLEMS, ATTEMPTS, TOKENS = 2, 2, 16  # two groups of two short replies: enough for every regulator
-CONTEXT = 64  # tokens that the model reads of a prompt, and of what follows it
-EPISODE = 256  # tokens of an episode with several turns
+PROBLEMS, ATTEMPTS, TOKENS = 2, 2, 16  # two groups of two short replies, enough for every regulator
+CONTEXT = 64  # tokens that the model reads of a prompt, and of the text after it
+EPISODE = 256  # most tokens of an episode with several turns
 
 
 def preflight(config: Config, run: Components) -> None:
@@ -50,11 +50,11 @@ def preflight(config: Config, run: Components) -> None:
         except NotFiniteError as error:
             raise TrainError(f"model={config.model}: {error}, before any training: set dtype=float32") from error
         with blamed("regulator", config.regulator):
-            copy.deepcopy(config.build_regulator())(batch)  # not the run's own, which may keep a state
+            copy.deepcopy(config.build_regulator())(batch)  # a copy: the run's regulator may have state
 
 
 def check_disk(config: Config, checkpoints: Checkpoints) -> None:
-    """Raise CheckpointError unless the checkpoints that are kept, and the one being written, fit on the disk."""
+    """Raise CheckpointError unless all kept checkpoints and the one being written fit on the disk."""
     folder, free = checkpoints.folder, shutil.disk_usage(checkpoints.folder.path).free
     size = checkpoints.size(config.optim.moment_bytes)
     number = -(-config.steps // config.checkpoint_every) + 1 if config.checkpoint_every else 1
@@ -74,7 +74,7 @@ class Echo:
         self.policy = policy
 
     def sample(self, requests: Sequence[Request], *_: Any, **__: Any) -> list[Completion]:
-        """A reply to each request. Replies differ in length, and end where the limit allows it."""
+        """A reply to each request. The replies differ in length and, if the limit allows it, end with an end token."""
         ends = self.policy.end_tokens
         replies = []
         for number, request in enumerate(requests):
@@ -88,7 +88,7 @@ class Echo:
 
 
 def _short(sample: Trajectory, number: int) -> Trajectory:
-    """The sample, cut for a short pass: without log-probabilities, and with another reward than its neighbour."""
+    """The sample, cut for a short pass, without log-probabilities, with another reward than its neighbour."""
     score = replace(sample.score, reward=float(number % ATTEMPTS), correct=number % ATTEMPTS == 1, failed=None)
     prompt = Prompt(sample.prompt.tokens[-CONTEXT:], sample.prompt.key)
     unscored = replace(sample, logp=None, entropy=None, sampler_logp=None, score=score, group=number // ATTEMPTS)

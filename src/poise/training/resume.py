@@ -1,4 +1,4 @@
-"""The folder of a run: a new one, or its own to resume, if settings, code and data are the same."""
+"""Opens the folder of a run. A resumed run must have the same settings, code and data as before."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def open_to_resume(config: Config) -> RunFolder:
 
 
 def keep_changes(config: Config, folder: RunFolder, step: int) -> None:
-    """Record which settings and code differ from this step on. Call it after every check that may refuse the start."""
+    """Record the settings and code that change at this step. Call this after all checks that may refuse the start."""
     saved = folder.config
     changes = list(differences(saved, config.model_dump(mode="json")))
     for key, _, now in changes:

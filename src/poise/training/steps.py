@@ -1,4 +1,4 @@
-"""A step: the ``State`` of the run before and after it, the ``StepResult`` for subscribers, its clock and metrics."""
+"""A step's data: the run's ``State`` before and after, the ``StepResult`` for subscribers, the clock, the metrics."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from poise.training.config.schema import Config
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is. A checkpoint holds this, the weights and the optimizer's moments, and nothing else."""
+    """How far a run is. A checkpoint contains only this, the weights and the optimizer's state."""
 
     step: int = 0  # the last finished step
-    tokens: int = 0  # sampled since the run began, by all models; evaluations do not count
+    tokens: int = 0  # tokens sampled by all models since the run began, without evaluations
     memory: Memory | None = None  # the algorithm's own state
 
     def ending(self, steps: int, budget: int | None) -> str | None:
@@ -34,19 +34,19 @@ class State:
         return "steps" if self.step >= steps else None
 
     def progress(self, config: Config, task: Task) -> TrainerState:
-        """The run's progress, as reward functions see it."""
+        """The run's progress that reward functions see."""
         return TrainerState(self.step, config.steps, epochs(task, config.seed, self.step * config.prompts))
 
 
 class Clock:
-    """Measures how a step spends its time. It starts at once."""
+    """Measures how a step spends its time, from the creation of the clock on."""
 
     def __init__(self) -> None:
         self.start, self.spent = time.perf_counter(), dict[str, float]()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the time inside this context to ``time/NAME``."""
+        """Add the time spent in this context to ``time/NAME``."""
         start = time.perf_counter()
         yield
         self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
@@ -55,7 +55,7 @@ class Clock:
         """``time/…`` in seconds, and the sampled tokens per second of the whole step."""
         total = time.perf_counter() - self.start
         parts = {f"time/{name}": seconds for name, seconds in self.spent.items()}
-        parts["time/other"] = total - sum(self.spent.values())  # so that all add up to ``time/step``
+        parts["time/other"] = total - sum(self.spent.values())  # so that the parts add up to ``time/step``
         return {**parts, "time/step": total, "time/tokens_per_s": tokens / total}
 
 
@@ -64,19 +64,19 @@ class StepResult:
     """The result of one step. A subscriber may add to ``metrics``, and later subscribers see the addition."""
 
     state: State  # after the step
-    metrics: dict[str, float]  # without times: the recorder adds them
+    metrics: dict[str, float]  # without times, which the recorder adds
     clock: Clock
-    ending: str | None = None  # which setting ("budget" or "steps") stops the run after this step
-    trajectories: Sequence[Trajectory] = ()  # what was trained on; empty if no reward applied
+    ending: str | None = None  # the setting ("budget" or "steps") that stops the run here
+    trajectories: Sequence[Trajectory] = ()  # the trained rows; empty if no reward applied
     batch: TokenBatch | None = None  # one row per trajectory
-    phases: Sequence[Phase] = ()  # over ``rows`` of the batch
-    rows: Rows = field(default_factory=lambda: slice(None))  # the rows that were trained on; all by default
+    phases: Sequence[Phase] = ()  # for ``rows`` of the batch
+    rows: Rows = field(default_factory=lambda: slice(None))  # the trained rows of the batch; all by default
 
 
 def response_metrics(trajectories: Sequence[Trajectory], batch: TokenBatch, settings: Settings) -> dict[str, float]:
-    """``reward/…`` and ``rollout/…`` of a step.
+    """The metrics ``reward/…`` and ``rollout/…`` of a step.
 
-    They are over first attempts, whatever else was sampled, so that algorithms can be compared.
+    They cover only first attempts, so that they are comparable between algorithms.
     """
     first = [row for row, each in enumerate(trajectories) if each.role == FIRST]
     if first and len(first) < len(trajectories):
@@ -85,7 +85,7 @@ def response_metrics(trajectories: Sequence[Trajectory], batch: TokenBatch, sett
 
 
 def counted_metrics(counts: Counts) -> dict[str, float]:
-    """What the sampler counted: numbers that reward functions reported (``log_metric``), turns, problems and tokens."""
+    """The sampler's counts: values that reward functions reported (``log_metric``), turns, problems and tokens."""
     reported = {f"reward/{name}": sum(values) / len(values) for name, values in counts.reported.items()}
     turns = {f"rollout/{n}": float(counts.turns[n]) for n in ("continued", "reread", "too_long") if n in counts.turns}
     others = {f"tokens/{name}": count for name, count in counts.tokens.items() if name != POLICY}
@@ -93,7 +93,7 @@ def counted_metrics(counts: Counts) -> dict[str, float]:
 
 
 def reward_metrics(samples: Sequence[Trajectory], batch: TokenBatch) -> dict[str, float]:
-    """``reward/…``: means over the responses; ``no_spread`` is the share whose advantages are all 0."""
+    """``reward/…``: means over the responses. ``no_spread`` is the share of responses whose advantages are all 0."""
     scores, n = [sample.score for sample in samples], len(samples)
     by_difficulty: dict[str, list[bool]] = {}
     for sample in samples:
@@ -112,7 +112,7 @@ def reward_metrics(samples: Sequence[Trajectory], batch: TokenBatch) -> dict[str
 
 
 def rollout_metrics(samples: Sequence[Trajectory], batch: TokenBatch, settings: Settings) -> dict[str, float]:
-    """``rollout/…``: length, entropy, share finished; also the mismatch, if the sampler reported log-probabilities."""
+    """``rollout/…``: length, entropy, share of finished responses; the mismatch, if the batch has ``sampler_logp``."""
     assert batch.entropy is not None
     return {
         **(mismatch_metrics(batch, settings) if batch.sampler_logp is not None else {}),
@@ -132,7 +132,7 @@ def mismatch_metrics(batch: TokenBatch, settings: Settings) -> dict[str, float]:
         "importance": ratio.mean(),
         "truncated": (ratio > cap).double().mean(),
         "mismatch": distance.mean(),
-        "mismatch_p999": distance.sort().values[ceil(0.999 * len(distance)) - 1],  # kthvalue lacks determinism
+        "mismatch_p999": distance.sort().values[ceil(0.999 * len(distance)) - 1],  # kthvalue is not deterministic
         "mismatch_max": distance.max(),
         "mismatch_kl": (torch.expm1(gap) - gap).mean(),
     }

@@ -1,4 +1,4 @@
-"""One update of the policy from one rollout batch: phases, mini-batches, packed passes, optimizer steps.
+"""Updates the policy from one rollout batch, in phases, mini-batches, packed passes and optimizer steps.
 
 Shapes: B responses, T response tokens (padded), N active tokens of one pass.
 """
@@ -26,7 +26,7 @@ Metrics = dict[str, Tensor]
 
 
 class NotFiniteError(RuntimeError):
-    """The gradient, or a probability of the model, is NaN or infinite, and no optimizer step was taken."""
+    """The gradient or a probability of the model is NaN or infinite. No optimizer step was taken with it."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class UpdatePlan:
     objective: Settings = Settings()  # noqa: RUF009 (frozen)
     temperature: float = 1.0
     mini_batch: int = 0  # responses per optimizer step; 0: all
-    micro_tokens: int | None = None  # tokens per pass; None: enough to keep the device busy
+    micro_tokens: int | None = None  # most tokens per pass; None: enough to keep the device busy
     grad_clip: float = OptimConfig().grad_clip
     same_order: bool = False  # every phase has the same mini-batches
-    average_over: int = 0  # average over the tokens of this many responses, then over these parts; 0: one part
+    average_over: int = 0  # responses per part: average over the tokens of a part, then over the parts; 0: one part
 
     @classmethod
     def of(cls, config: Config) -> UpdatePlan:
@@ -70,7 +70,7 @@ def update(
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     totals: Metrics = {}
-    unmoved: Metrics = {}  # of the first mini-batch: weights have not moved yet, so only rounding can hold a token back
+    unmoved: Metrics = {}  # the first mini-batch's: weights are unchanged, so only rounding can clip a token
     steps = 0
     for number, phase in enumerate(phases):
         active_BT = active(batch, phase, plan.objective).cpu()
@@ -95,7 +95,7 @@ def update(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, settings: OptimConfig, step: int) -> None:
-    """Set the rate for this step: it rises linearly to ``lr`` over the first ``warmup_steps`` steps."""
+    """Set the learning rate for this step. It rises linearly to ``lr`` over the first ``warmup_steps`` steps."""
     warmup = settings.warmup_steps
     for group in optimizer.param_groups:
         group["lr"] = settings.lr * (min(step / warmup, 1.0) if warmup else 1.0)
@@ -109,11 +109,12 @@ def backward(
     active_BT: Tensor | None = None,
     divisor: Tensor | None = None,
 ) -> Metrics | None:
-    """Set the policy's gradients to those of a mini-batch's loss, and return its metrics.
+    """Compute the gradient of a mini-batch's loss, store it in the policy's parameters, and return the metrics.
 
-    Returns None, and leaves the gradients, if no token is active. Responses without active tokens do not run through
-    the model, but count in the denominator. ``active_BT`` are the active tokens, on the host, if you know them.
-    ``divisor`` is the denominator of a mini-batch that several processes share (``objective.normalizer``, summed).
+    If no token is active, this returns None and does not change the gradients. Responses without active tokens do not
+    run through the model, but count in the denominator. Pass ``active_BT``, the active tokens on the host, if you have
+    computed them. ``divisor`` is the denominator of a mini-batch that several processes share (the sum of their
+    ``objective.normalizer``).
     """
     settings = plan.objective
     active_BT = active(batch, phase, settings).cpu() if active_BT is None else active_BT
@@ -121,12 +122,12 @@ def backward(
     if not active_rows:
         return None
     norm = normalizer(batch, settings) if divisor is None else divisor
-    whole: Survey | None = None  # what the surrogate needs to know of the whole mini-batch
+    whole: Survey | None = None  # what the surrogate needs from the whole mini-batch
     if settings.rule.surveyed:
         whole = survey(score_all(policy, batch, plan.temperature, plan.micro_tokens)[0], batch, settings)
 
     def run(rows: list[int]) -> Metrics:
-        """One pass: add these rows' share of the loss gradient, and return their share of the metrics."""
+        """One pass: add these rows' part of the gradient, and return their part of the metrics."""
         part, tokens_N = batch.rows(rows), send(active_BT[rows].flatten().nonzero()[:, 0], batch.mask.device)
         loss, metrics = policy_loss(
             policy.hidden(part, tokens_N),
@@ -149,7 +150,7 @@ def backward(
 
 
 def clip(parameters: Sequence[Tensor], limit: float, phase: str) -> Tensor:
-    """Clip the gradient's norm to ``limit``, and return the norm before; raise NotFiniteError if it is not finite."""
+    """Clip the gradient's norm to ``limit`` and return the unclipped norm. Raise NotFiniteError if it is not finite."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
     if not torch.isfinite(norm):
         for parameter in parameters:
@@ -161,10 +162,10 @@ def clip(parameters: Sequence[Tensor], limit: float, phase: str) -> Tensor:
 def within_memory(
     policy: Policy, batch: TokenBatch, rows: list[int], micro_tokens: int | None, run: Callable[[list[int]], Metrics]
 ) -> Metrics:
-    """Accumulate the gradient of a mini-batch in as many passes as memory requires, and return the summed metrics.
+    """Accumulate the gradient of a mini-batch in as many passes as memory requires; return the summed metrics.
 
-    When memory runs out, the mini-batch starts again: first with fewer tokens per pass, while those still keep the
-    device busy; then with gradient checkpointing; then with ever fewer tokens. Later mini-batches keep these limits.
+    If memory runs out, the mini-batch starts again: first with fewer tokens per pass, as long as these keep the device
+    busy; then with gradient checkpointing; then with fewer and fewer tokens. Later mini-batches keep these limits.
     """
     while True:
         bins = policy.passes(batch, rows, micro_tokens)
@@ -175,7 +176,7 @@ def within_memory(
                 _add(totals, run(bin_rows))
             return totals
         except torch.OutOfMemoryError:
-            pass  # retry outside of this block: here the error still references the tensors that filled the memory
+            pass  # retry outside of this block, where the error no longer references the tensors that filled the memory
         _clear(policy)
         largest = largest_pass(batch, bins)
         if largest >= BUSY_TOKENS or is_planned() or not policy.save_memory():
@@ -183,17 +184,17 @@ def within_memory(
 
 
 def averaged_in_parts(batch: TokenBatch, phase: Phase, size: int) -> Phase:
-    """The phase with weights that turn the mean over all tokens into the mean over parts of their token means."""
+    """The phase with scaled weights: the mean over all tokens becomes the mean of the parts' token means."""
     if not size:
         return phase
     parts = batch.mask.split(size)
-    counts = torch.cat([part.sum().clamp(min=1).expand(len(part)) for part in parts])  # of each response's part
+    counts = torch.cat([part.sum().clamp(min=1).expand(len(part)) for part in parts])  # tokens in each response's part
     factor = (batch.mask.sum() / (len(parts) * counts))[:, None]
     return replace(phase, policy=phase.policy * factor, kl=phase.kl * factor)
 
 
 def _clear(policy: Policy) -> None:
-    """Clear all gradients: the optimizer's, and those that an aborted pass left on the model."""
+    """Clear all gradients: of the optimizer's parameters, and of the model, where an aborted pass may leave some."""
     for parameter in policy.parameters():
         parameter.grad = None
     policy.model.zero_grad(set_to_none=True)
@@ -205,9 +206,10 @@ def _add(totals: Metrics, more: Metrics) -> None:
 
 
 def mini_batches(count: int, size: int, seed: int) -> list[Rows]:
-    """The rows of each mini-batch: shuffled, at most ``size`` each. With size 0 it is one slice, which copies nothing.
+    """The rows of each mini-batch, shuffled, at most ``size`` each. With size 0: one slice, which copies nothing.
 
-    Sizes differ by at most one: a small last mini-batch would spend a whole optimizer step on a few responses.
+    The sizes differ by at most one, because a small last mini-batch would spend a whole optimizer step on few
+    responses.
     """
     if size == 0 or size >= count:
         return [slice(None)]
