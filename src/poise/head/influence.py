@@ -1,10 +1,10 @@
-"""How one token's gradient at the head moves another token: NTHR's scores, exact at full vocabulary.
+"""How one token's gradient at the head moves another token: NTHR's scores, exact over the full vocabulary.
 
-For two tokens k and k' with hidden states h, sampled tokens y and next-token distributions π, the inner product of the
-gradients of their log-probabilities with respect to the head is ``⟨e_y − π, e_y' − π'⟩ · ⟨h, h'⟩``. Summed over the
-tokens k of a group's correct responses this is the score of k' (arXiv 2505.18830, equation of s⁻).
+Take two tokens k and k' with hidden states h, sampled tokens y and next-token distributions π. The inner product of the
+gradients of their log-probabilities with respect to the head is ``⟨e_y − π, e_y' − π'⟩ · ⟨h, h'⟩``. Its sum over the
+tokens k of a group's correct responses is the score of k' (arXiv 2505.18830, equation of s⁻).
 
-Two forms of the same sum, for N tokens of which N⁺ belong to correct responses:
+There are two ways to compute the sum for N tokens, of which N⁺ belong to correct responses:
 
 - pair: every pair (k, k'). One pass over the vocabulary, ``2·N·V·(d + N⁺)`` FLOP: products of exponentials are summed
   before the normalisers are known, as in flash attention, and divided by them at the end;
@@ -67,12 +67,12 @@ def group_scores(
 ) -> Scores:
     """Score the tokens of incorrect responses, and each correct response, against the correct ones of its group.
 
-    A group lists the number of tokens of each correct response and, last, of all incorrect ones together. ``hidden``
-    (N, d), ``targets`` (N,) and the returned scores have the tokens in this order, group after group. A correct
-    response is scored against the others, or with ``self_inclusive`` also against itself. ``block`` is the number of
-    elements of the largest temporary tensor (``default_block``). The host never waits for the device.
+    Each entry of ``groups`` lists the number of tokens of each correct response and, last, of all incorrect responses
+    together. ``hidden`` (N, d), ``targets`` (N,) and the returned scores have the tokens in this order, group by group.
+    A correct response is scored against the others, or with ``self_inclusive`` also against itself. ``block`` is the
+    number of elements of the largest temporary tensor (``default_block``). The host never waits for the device.
 
-    Half-precision hidden states on a GPU stay half precision in matrix products, which accumulate in float32;
+    On a GPU, half-precision hidden states stay half precision in matrix products, which accumulate in float32;
     everything between the products is float32. On a CPU they are converted to float32. ``half`` overrides the choice.
     """
     check_choice("scores", "form", form, ("auto", "pair", "linear"))
@@ -85,7 +85,7 @@ def group_scores(
         hidden = hidden.to(accumulator(hidden.dtype))
     counts = send([count for group in groups for count in group], hidden.device)
     owner = torch.repeat_interleave(counts, output_size=len(hidden))  # (N,) the response of each token
-    rows = Rows.start(hidden)  # of all groups: each launch counts on a GPU
+    rows = Rows.start(hidden)  # for all groups at once: fewer launches on a GPU
     sums, correct, wrong, begin, first = [], [], [], 0, 0
     with torch.cuda.device_of(hidden):  # Triton launches on the current device; does nothing on a CPU
         for *lengths, rest in groups:
@@ -103,13 +103,13 @@ def group_scores(
 class _Group(NamedTuple):
     hidden: Tensor  # (N, d) correct responses first
     targets: Tensor  # (N,)
-    owner: Tensor  # (N,) equal for the tokens of a correct response, and for those of all incorrect ones
+    owner: Tensor  # (N,) the number of the token's correct response; one number for all incorrect responses
     lengths: list[int]  # of the correct responses
     rows: Rows  # before the first slice
 
 
 def _sums(head: Head, group: _Group, self_inclusive: bool, form: Form, block: int | None) -> Tensor:
-    """(N,) the tokens' scores. For a correct response only their sum counts: the linear form knows no more."""
+    """(N,) the tokens' scores. For a correct response only their sum is valid: the linear form computes no more."""
     if form == "auto":
         form = cheaper_form(sum(group.lengths), group.hidden.shape[1])
     block = block or default_block(group.hidden.device, len(group.hidden), head.vocabulary)
@@ -157,7 +157,7 @@ def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tens
     correct = hidden[:n_positive].to(_operand(hidden)).split(lengths)
     rest = hidden[n_positive:].to(exact)
     pulled, positive = torch.zeros_like(rest), rest.new_zeros(len(lengths))
-    wider = torch.finfo(exact).bits // torch.finfo(hidden.dtype).bits  # a number of G_i needs more bytes than one of h
+    wider = torch.finfo(exact).bits // torch.finfo(hidden.dtype).bits  # an element of G_i is wider than one of h
     width = _width(block, max(len(hidden), wider * len(lengths) * hidden.shape[1]))
     parts = hidden.new_empty(len(lengths), min(width, head.vocabulary), hidden.shape[1], dtype=exact)
     for start, raw in _products(head, hidden, width):

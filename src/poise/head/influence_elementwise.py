@@ -1,7 +1,8 @@
-"""The elementwise steps of ``poise.head.influence`` in plain torch: what runs without Triton, and the reference.
+"""The elementwise steps of ``poise.head.influence`` in plain torch: the reference, and the code that runs without
+Triton.
 
-``poise.head.influence_kernels`` has the same functions as Triton kernels. Arithmetic is float32, or float64 for
-float64 inputs. Half-precision operands of matrix products are stored as bfloat16, which has the range of float32.
+``poise.head.influence_kernels`` has the same functions as Triton kernels. Arithmetic is float32, or float64 for float64
+inputs. Half-precision operands of matrix products are stored as bfloat16, which has the range of float32.
 
 Shapes: N tokens of a group, N⁺ of them in its n⁺ correct responses, V vocabulary size, d hidden width.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 from poise._lib.device import accumulator
 from poise.lm_head import Head
 
-LAG = 20.0  # how far the maximum may rise before the sums are rescaled to it
+LAG = 20.0  # how far the maximum may rise before the sums are rescaled to the new maximum
 
 
 @dataclass(eq=False)
@@ -44,18 +45,17 @@ class Rows:
 
 
 def stored(raw: Tensor) -> Tensor:
-    """The same memory for operands of a product: bfloat16 in place of float16, whose range is too small."""
+    """The same memory as operands of a product: as bfloat16 instead of float16, whose range is too small."""
     return raw.view(torch.bfloat16) if raw.dtype == torch.float16 else raw
 
 
 def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, update: bool, write: bool) -> Tensor:
     """Process one slice of the vocabulary, ``raw = W h`` from column ``start`` on, and overwrite it.
 
-    A first pass (``update``) adds the slice to ``rows`` and turns ``raw`` into ``exp(logit − top)``, with 0 for the
-    sampled token. A second pass finds ``rows`` complete and turns ``raw`` into ``π − e_y``; the sampled token's entry
-    is ``−others / norm``, which is exact where π − 1 would round. Without ``write``, the content of ``raw`` is
-    undefined afterwards. Returns (N,) factors by which sums over earlier slices must be multiplied: below 1 where
-    ``top`` rose.
+    The first pass (``update``) adds the slice to ``rows`` and turns ``raw`` into ``exp(logit − top)``, with 0 for the
+    sampled token. The second pass, with complete ``rows``, turns ``raw`` into ``π − e_y``; the sampled token's entry is
+    ``−others / norm``, which is exact where π − 1 would round. Without ``write``, the content of ``raw`` is undefined
+    afterwards. Returns (N,) factors by which sums over earlier slices must be multiplied: below 1 where ``top`` rose.
     """
     width = raw.shape[1]
     logits = head.finish(raw, slice(start, start + width))
@@ -79,8 +79,8 @@ def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, up
 
 
 def rescale(pairs: Tensor, left: Tensor, right: Tensor) -> None:
-    """``pairs[k, k'] *= left[k] · right[k']``; nearly always by 1, see LAG."""
-    if pairs.is_cuda or bool((left != 1).any()) or bool((right != 1).any()):  # on a CPU the check is free
+    """``pairs[k, k'] *= left[k] · right[k']``. The factors are nearly always 1: see LAG."""
+    if pairs.is_cuda or bool((left != 1).any()) or bool((right != 1).any()):  # on CUDA the check would cost a wait
         pairs.mul_(left[:, None]).mul_(right)
 
 
@@ -96,13 +96,13 @@ def columns(
     first: int,
     self_inclusive: bool,
 ) -> Tensor:
-    """(n,) what the tokens k = first, first + 1, … of correct responses add to the scores of the first n tokens k'.
+    """(n,) the amounts that the tokens k = first, first + 1, … of correct responses add to the scores of n tokens k'.
 
-    n is the width of ``pairs``; ``targets``, ``owner`` and ``rows`` cover all tokens of the group. The sampled token is
-    treated separately: ``e_y − π = a·e_y − q``, where ``a = 1 − π(y)`` and q is π with a 0 at y. Then ``⟨a·e_y − q,
-    a'·e_y' − q'⟩ = a·a'·[y = y'] − a·q'(y) − a'·q(y') + ⟨q, q'⟩``. ``pairs`` holds the last term times both norms, and
-    is overwritten. ``products`` holds ⟨h, h'⟩; ``right_at_left`` and ``left_at_right`` hold the ``W h`` of q'(y) and of
-    q(y').
+    These are the first n tokens, n being the width of ``pairs``; ``targets``, ``owner`` and ``rows`` cover all tokens
+    of the group. The sampled token is treated separately: ``e_y − π = a·e_y − q``, where ``a = 1 − π(y)`` and q is π
+    with a 0 at y. Then ``⟨a·e_y − q, a'·e_y' − q'⟩ = a·a'·[y = y'] − a·q'(y) − a'·q(y') + ⟨q, q'⟩``. ``pairs`` holds
+    the last term times both norms, and is overwritten. ``products`` holds ⟨h, h'⟩. ``right_at_left`` and
+    ``left_at_right`` hold the entries of ``W h`` from which q'(y) and q(y') are computed.
     """
     left, right = slice(first, first + len(pairs)), slice(pairs.shape[1])
     norm, top = rows.norm, rows.top
@@ -121,8 +121,8 @@ def columns(
 
 
 def combine(parts: Tensor, self_inclusive: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """From one slice of each correct response's G_i, (n⁺, width, d): their sum, in dtype, and ⟨G_i, Σ_j≠i G_j⟩."""
+    """From a slice (n⁺, width, d) of every correct response's G_i: their sum, in ``dtype``, and ⟨G_i, Σ_j≠i G_j⟩."""
     total = parts.sum(0)
-    # Leave a response's own part out before the product: it is far larger than the rest, and would cancel.
+    # Remove a response's own part before the product: it is far larger than the rest, which rounding would destroy.
     partners = total.expand_as(parts) if self_inclusive else total - parts
     return total.to(dtype), torch.linalg.vecdot(parts.flatten(1), partners.flatten(1))

@@ -143,7 +143,7 @@ def _combine_kernel(
     g = tl.load(parts + i.to(tl.int64)[:, None] * stride + at[None, :], mask=inside, other=0.0).to(tl.float32)
     summed = tl.sum(g, 0)
     tl.store(total + at, summed.to(total.dtype.element_ty), mask=at < size)
-    # Leave a response's own part out before the product: it is far larger than the rest, and would cancel.
+    # Remove a response's own part before the product: it is far larger than the rest, which rounding would destroy.
     partners = summed[None, :] if SELF_INCLUSIVE else summed[None, :] - g
     tl.store(products + tl.program_id(0) * HEIGHT + i, tl.sum(g * partners, 1))
 

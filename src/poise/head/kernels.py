@@ -31,7 +31,7 @@ def _log1p(x):
 
 @triton.jit
 def _excess(x):
-    """exp(x) − 1 − x, by a series for small x, where it would cancel."""
+    """exp(x) − 1 − x; for small x, where the difference would cancel, by a series."""
     series = x * x * 0.5 * (1 + x * (1 / 3 + x * (1 / 12 + x * (1 / 60 + x * (1 / 360)))))
     return tl.where(tl.abs(x) < 0.3, series, tl.exp(x) - 1 - x)
 
@@ -260,7 +260,7 @@ def statistics(product: Tensor, targets: Tensor, head: Head, logp: Tensor, entro
 
 
 def objective_gradient(product: Tensor, targets: Tensor, head: Head, parts: Terms, settings: Settings) -> Tensor:
-    """The sums named by ``TALLY``; ``product`` (N, V) is overwritten with the loss gradient at ``W h``."""
+    """Return the sums named by ``TALLY``; overwrite ``product`` (N, V) with the loss gradient at ``W h``."""
     tally = torch.zeros((len(product), len(TALLY)), device=product.device)
     _launch(OBJECTIVE, product, targets, head, parts=parts, settings=settings, tally=tally)
     return tally.sum(0)

@@ -1,9 +1,9 @@
 """Loss and log-probabilities from hidden states, chunk by chunk: only one chunk of tokens has logits at a time.
 
-A token's gradient depends only on its own row (new and old log-probability, advantage, weight). So the
-forward pass already replaces the logits by their gradient, and no logits are computed twice: ``6·N·d·V`` FLOP, the
-minimum of three matrix products. ``token_logp`` is for losses that couple several tokens, such as sequence-level
-ratios: its backward pass computes the chunks again, ``8·N·d·V``.
+A token's gradient depends only on its own row (new and old log-probability, advantage, weight). So the forward pass
+already replaces the logits by their gradient and computes no logits twice: three matrix products, ``6·N·d·V`` FLOP, the
+minimum. ``token_logp`` is for losses that couple several tokens, such as sequence-level ratios: its backward pass
+recomputes the chunks, ``8·N·d·V`` FLOP.
 
 Shapes: B responses, T response tokens (padded), N selected tokens, d hidden width, V vocabulary size.
 """
@@ -28,7 +28,7 @@ from poise.objective import Settings, active, terms
 from poise.surrogates import Surrogate, Survey
 
 CUDA_CHUNK = 288 << 20  # bytes of logits per chunk; the size of the weight if that is more
-LARGE_CHUNK = 1 << 30  # the trainer's on CUDA: small beside the layers, large enough for few chunks
+LARGE_CHUNK = 1 << 30  # the trainer's chunk on CUDA: small compared with the layers, large enough for few chunks
 CPU_CHUNK = 4 << 20  # fits into a processor's caches
 ALIGN = 128  # a chunk's rows are a multiple of this
 
@@ -48,14 +48,14 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``poise.objective.policy_loss`` from hidden states instead of log-probabilities: the same loss.
 
-    ``hidden`` is (B, T, d), where hidden[b, t] predicts targets[b, t], or (N, d) for the tokens of
-    ``poise.objective.active`` in row order; only these are computed. ``tokens`` (N,) are their flat indices
-    ``b·T + t``: pass them if the host knows them, else it has to wait for the device. ``head`` and ``targets`` default
-    to the batch's. ``memory`` limits the bytes of logits per chunk; a single chunk is fastest. Gradients reach
-    ``hidden``, and the head's weight (or master) and bias if they require one; they are computed here, and ``backward``
-    only hands them on. ``survey`` are these rows of ``poise.objective.survey``, for surrogates that need one; take it
-    from the log-probabilities of ``token_logp`` or of a scoring pass. The metrics include KL and entropy only if their
-    coefficient is not 0. A token that is not active counts as one whose probability has not changed.
+    ``hidden`` is (B, T, d), where hidden[b, t] predicts targets[b, t], or (N, d) for the active tokens
+    (``poise.objective.active``) in row order; only these are computed. ``tokens`` (N,) are their flat indices
+    ``b·T + t``: pass them if the host knows them, because otherwise it waits for the device. ``head`` and ``targets``
+    default to the batch's. ``memory`` limits the bytes of logits per chunk; a single chunk is fastest. Gradients reach
+    ``hidden``, and the head's weight (or master) and bias if these require one. This function computes the gradients,
+    and ``backward`` only passes them on. ``survey`` has these rows of ``poise.objective.survey``, for surrogates that
+    need it; compute it from the log-probabilities of ``token_logp`` or of a scoring pass. The metrics include KL and
+    entropy only if their coefficient is not 0. They count an inactive token as one whose probability has not changed.
     """
     settings = settings or Settings()
     linear = _linear(_of_batch(batch) if head is None else head)
@@ -108,8 +108,8 @@ def token_logp(hidden: Tensor, targets: Tensor, head: HeadLike, *, memory: int |
 def min_p_logp(hidden: Tensor, targets: Tensor, head: HeadLike, min_p: float, *, memory: int | None = None) -> Tensor:
     """(N,) log-probabilities of ``targets`` under the distribution filtered by min-p, without gradients.
 
-    The filter leaves out words less likely than ``min_p`` times the likeliest, and the rest is renormalised. A target
-    that is left out gets −inf.
+    The filter removes tokens less likely than ``min_p`` times the likeliest and renormalises the rest. A removed target
+    gets −inf.
     """
     linear, hidden = _linear(head), _computed(hidden)
     logp = _per_row(hidden)
@@ -191,7 +191,7 @@ class _Gradients:
             self.gradients[2] = total if grad_bias is None else grad_bias.add_(total)
 
     def take(self) -> list[Tensor | None]:
-        """The gradients, each in the dtype of its input. They can be taken once."""
+        """The gradients, each in the dtype of its input. A second call raises an error."""
         if self.used_up:
             raise RuntimeError("the gradients of this loss were used: backward() can only be called once on it")
         self.used_up, gradients, self.gradients = True, self.gradients, [None, None, None]
@@ -219,7 +219,7 @@ def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[
 
 
 def _row_pass(hidden: Tensor, surrogate: Surrogate | None = None) -> ModuleType:
-    """The module that computes rows: Triton on CUDA, if it runs there and has the surrogate; else plain torch."""
+    """The module that computes rows: the Triton kernels if they support tensor and surrogate; else plain torch."""
     if _device.suits_triton(hidden):
         from poise.head import kernels
 
@@ -263,7 +263,7 @@ def _learns(head: Head) -> Tensor:
 
 
 def _computed(hidden: Tensor) -> Tensor:
-    """float16 cannot represent gradients of logits, which are as small as 1 / tokens: compute in float32 instead."""
+    """Convert float16 to float32: float16 cannot represent gradients of logits, which are as small as 1 / tokens."""
     return hidden.float() if hidden.dtype == torch.float16 else hidden
 
 

@@ -27,7 +27,7 @@ def statistics(product: Tensor, targets: Tensor, head: Head, logp: Tensor, entro
 
 
 def objective_gradient(product: Tensor, targets: Tensor, head: Head, parts: Terms, settings: Settings) -> Tensor:
-    """The sums named by ``TALLY``; ``product`` (N, V) is overwritten with the loss gradient at ``W h``."""
+    """Return the sums named by ``TALLY``; overwrite ``product`` (N, V) with the loss gradient at ``W h``."""
     with torch.enable_grad():
         leaf = product.to(parts.share.dtype).detach().requires_grad_()
         logp, entropy = _logp_entropy(leaf, targets, head, with_entropy=settings.entropy_coef != 0)
@@ -52,7 +52,7 @@ def upstream_gradient(
 
 
 def min_p_logp(product: Tensor, targets: Tensor, head: Head, min_p: float) -> Tensor:
-    """(N,) log-probabilities of the targets under the distribution filtered by min-p; −inf where they are left out."""
+    """(N,) log-probabilities of the targets under the distribution filtered by min-p; −inf for removed targets."""
     log_probs = head.finish(product).log_softmax(-1)
     left_out = log_probs < log_probs.amax(-1, keepdim=True) + log(min_p)
     log_probs = log_probs.masked_fill_(left_out, -torch.inf)

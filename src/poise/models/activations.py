@@ -1,7 +1,7 @@
-"""The memory of a packed pass with gradients, forecast from a model without weights, and the choice of passes by it.
+"""Forecast the memory of a packed pass with gradients from a model without weights, and choose the size of passes.
 
-The model runs one group on torch's meta device, which has shapes but no values: what autograd keeps there is what it
-keeps on CUDA, uncompiled and with the flash kernel, of any architecture. Compiled layers keep less.
+The model runs one group on torch's meta device, which has shapes but no values. For any architecture, autograd keeps
+there what it keeps on CUDA with uncompiled layers and the flash kernel. Compiled layers keep less.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from poise.head.loss import LARGE_CHUNK
 from poise.models import attention
 from poise.models.packing import layout_group
 
-# Of the device's memory: the rest is for CUDA itself, the workspaces of its libraries, and gaps between blocks. On an
+# Share of the device's memory. The rest is for CUDA itself, the workspaces of its libraries, and fragmentation. On an
 # H200 a pass that would have reached 94 % did not fit.
 USABLE_SHARE = 0.92
-# While a layer's gradients are computed, as a share of what it keeps; recomputed, it is kept for that time too.
+# Extra bytes while a layer's gradients are computed, as a share of the bytes that the layer keeps. With checkpointing
+# the recomputed layer's bytes are added for that time.
 LAYER_BACKWARD = 0.6
-FEWEST_TOKENS = 4096  # of a pass: with fewer, matrix products of large models become slow
-MOST_ROWS = 8  # of the group that is tried: its prompt is read once, so a token takes a little less in a larger one
+FEWEST_TOKENS = 4096  # per pass: with fewer, matrix products of large models become slow
+MOST_ROWS = 8  # responses in the measured group; more share a prompt's memory and would take slightly less per token
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a pass with gradients, and of the cache that sampling fills."""
+    """The bytes of a pass with gradients, and of sampling's KV cache."""
 
     layers: int
-    layer: float  # per token, that a layer keeps for its backward pass
-    outside: float  # per token, that the rest of the trunk keeps
-    states: int  # per token, the input of a layer
+    layer: float  # per token: what a layer keeps for its backward pass
+    outside: float  # per token: what the rest of the trunk keeps
+    states: int  # per token: the input of a layer
     logits: int  # per token
-    head_gradient: int  # of the head's weight, in float32; 0 if it is not trained
-    cache: int  # per token, keys and values of all layers
+    head_gradient: int  # float32 gradient of the head's weight; 0 if the head is not trained
+    cache: int  # per token: keys and values of all layers
 
     def kept(self, tokens: int, *, checkpointed: bool) -> float:
-        """What the trunk keeps of a pass for its backward pass."""
+        """The bytes that the trunk keeps for the backward pass."""
         return tokens * (self.outside + self.layers * (self.states if checkpointed else self.layer))
 
     def peak(self, tokens: int, *, checkpointed: bool) -> int:
-        """The most that a pass takes at a time: with the head's chunk of logits, or in the backward pass of a layer."""
+        """The peak memory of a pass: with the head's chunk of logits, or in the backward pass of a layer."""
         head = min(tokens * self.logits, max(LARGE_CHUNK, self.logits)) + 2 * tokens * self.states + self.head_gradient
         layer = tokens * self.layer * (LAYER_BACKWARD + checkpointed)
         return int(self.kept(tokens, checkpointed=checkpointed) + max(head, layer))
@@ -59,10 +60,10 @@ class Passes:
 
 
 def choose_passes(of: Activations, room: float, most: int, busy: int, longest: int) -> Passes | None:
-    """The largest pass that fits into ``room`` bytes; None if a single response of ``longest`` tokens does not.
+    """The largest pass that fits into ``room`` bytes; None if a single response of ``longest`` tokens does not fit.
 
-    A pass has ``most`` tokens, or a half, a quarter … of them, at least ``longest``. A pass of ``busy`` tokens keeps
-    the device busy with its products; so smaller passes down to that are better than computing activations twice.
+    A pass has ``most`` tokens, or a half, a quarter … of them, but at least ``longest``. A pass of ``busy`` tokens
+    already keeps the device busy, so smaller passes, down to this size, come before gradient checkpointing.
     """
     least, smallest = (min(most, max(tokens, longest)) for tokens in (busy, longest))
     halves = {size for power in range(most.bit_length()) if (size := most >> power) >= smallest}
@@ -73,7 +74,7 @@ def choose_passes(of: Activations, room: float, most: int, busy: int, longest: i
 
 
 def measure(model: Any, prompt: int, response: int, group: int) -> Activations | None:
-    """What the model (on the meta device) keeps of a group's responses. None if it cannot be run packed."""
+    """The memory of a group's responses, from a model on the meta device; None if the model cannot be run packed."""
     model.eval()
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     trunk, head = getattr(base, base.base_model_prefix), base.get_output_embeddings()
@@ -104,12 +105,12 @@ def measure(model: Any, prompt: int, response: int, group: int) -> Activations |
 
 
 class _Counter:
-    """The bytes that autograd keeps: inside the layers that can be checkpointed, and outside."""
+    """Counts the bytes that autograd keeps inside the layers that can be checkpointed, and outside."""
 
     def __init__(self, trunk: nn.Module) -> None:
         self.layers = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
         self.weights = {_storage(x) for x in trunk.parameters()}
-        self.kept: dict[int, torch.UntypedStorage] = {}  # held, so that no other takes its place
+        self.kept: dict[int, torch.UntypedStorage] = {}  # held, so that no other storage gets its address
         self.inside = self.outside = self.depth = 0
 
     def keep(self, x: Tensor) -> Tensor:
@@ -142,7 +143,7 @@ def _storage(x: Tensor) -> int:
 
 
 class _Shapes:
-    """Stands for an engine's cache: how many numbers a token's key and value are, in each layer."""
+    """A stand-in for an engine's KV cache. It records the number of key and value elements per token in each layer."""
 
     def __init__(self) -> None:
         self.widths: dict[int, int] = {}

@@ -1,12 +1,12 @@
-"""LoRA adapters of peft, as poise's own code multiplies with them: in training, and in the fused decoding step.
+"""peft's LoRA adapters in poise's own matrix products: in training, and in the fused decoding step.
 
-An adapted layer computes ``W x + s·B(A x)``, with A (r, in), B (out, r) and s = alpha / r. Sampling merges no copy
-``W + s·B A``: it would take the memory of the model once more, and bfloat16 rounds a small update away. After ten Adam
-steps at a learning rate of 1e-5 the merged weights lack nine tenths of what the adapter does
-(``tests/models/test_adapters.py``), so another policy would sample.
+An adapted layer computes ``W x + s·B(A x)``, with A (r, in), B (out, r) and s = alpha / r. Sampling does not merge the
+adapter into a copy ``W + s·B A``: the copy would double the model's memory, and bfloat16 rounds a small update away.
+After ten Adam steps at a learning rate of 1e-5 the merged weights lack nine tenths of what the adapter does
+(``tests/models/test_adapters.py``), so a different policy would sample.
 
 In training ``use_lean_forward`` replaces peft's forward pass, which reads and writes the outputs of a layer three times
-more often, and with float32 adapters on bfloat16 weights also converts inputs and outputs, and keeps the converted
+more often. With float32 adapters on bfloat16 weights, peft also converts inputs and outputs, and keeps the converted
 inputs for the backward pass.
 """
 
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-TRIAL_SIZE = 0.02  # of B's elements in a trial: like the weights of a layer
+TRIAL_SIZE = 0.02  # size of B's elements in a trial: like the weights of a layer
 
 
 class Adapter(NamedTuple):
-    """The factors of one layer's adapter: peft's own parameters, so that an update in place is seen."""
+    """The factors of one layer's adapter. They are peft's own parameters, so in-place updates take effect."""
 
     down: Tensor  # A (r, in)
     up: Tensor  # B (out, r)
@@ -38,14 +38,14 @@ def base_layer(layer: Any) -> Any:
 
 
 def adapter_of(layer: Any) -> Adapter | None:
-    """The adapter of a layer; None if it has none, or one that computes something else."""
+    """The adapter of a layer; None if it has none or one of another kind."""
     return _plain_adapter(layer) if _is_adapted(layer) else None
 
 
 def is_linear(layer: Any) -> bool:
-    """Whether a layer is a plain linear one, or one with a single plain LoRA adapter.
+    """Whether a layer is a plain linear layer, with or without a single plain LoRA adapter.
 
-    Not with a variant (DoRA and others), a dropout, a bias in the adapter, several adapters or merged ones.
+    False for LoRA variants (DoRA and others), dropout, a bias in the adapter, several adapters or merged ones.
     """
     return type(base_layer(layer)) is nn.Linear and (not _is_adapted(layer) or _plain_adapter(layer) is not None)
 
@@ -70,10 +70,11 @@ def _plain_adapter(layer: Any) -> Adapter | None:
 
 
 def use_lean_forward(model: nn.Module) -> None:
-    """Let the layers with a plain adapter compute it in few passes over memory. All others run peft's own code."""
+    """Make layers with a plain adapter compute it in few passes over memory. All other layers run peft's own code."""
     for layer in model.modules():
         if adapter_of(layer) is not None and is_linear(layer):
-            layer.__class__ = _lean_class()  # not an attribute of the layer: torch.compile would compile each one anew
+            # With an attribute of the layer instead, torch.compile would compile every layer.
+            layer.__class__ = _lean_class()
 
 
 @cache
@@ -120,7 +121,7 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 class Part(NamedTuple):
-    """An adapted layer among joined ones: its columns in their product, and its rows in the joined A."""
+    """An adapted layer among joined layers: its columns in their product, and its rows in the joined A."""
 
     layer: Any
     outputs: slice
@@ -128,15 +129,16 @@ class Part(NamedTuple):
 
 
 class JoinedAdapters(NamedTuple):
-    """The adapters of linear layers that read the same input; their As lie side by side, as one matrix."""
+    """The adapters of linear layers that read the same input; their factors A are stacked in one matrix."""
 
     down: Tensor  # (sum of ranks, in)
     parts: Sequence[Part]
 
     def add_to(self, product: Tensor, x: Tensor) -> Tensor:
-        """``product`` (n, out) of the layers' own weights, to which the adapters' of ``x`` (n, in) are added in place.
+        """Add the adapters' outputs for ``x`` (n, in) to ``product`` (n, out), the layers' own outputs, in place.
 
-        An adapter of another dtype than the layer's is computed in its own, as by peft. Disabled ones add nothing.
+        An adapter whose dtype differs from the layer's is computed in its own dtype, as in peft. Disabled adapters add
+        nothing.
         """
         parts = [part for part in self.parts if not part.layer.disable_adapters]
         if not parts:
@@ -153,7 +155,7 @@ class JoinedAdapters(NamedTuple):
 
 
 def adapted_parts(layers: Sequence[Any]) -> list[Part]:
-    """The layers that have an adapter, each with its place among all of them."""
+    """The layers that have an adapter, each with its place among ``layers``."""
     parts, output, rank = [], 0, 0
     for layer in layers:
         adapter, end = adapter_of(layer), output + layer.out_features
@@ -166,7 +168,7 @@ def adapted_parts(layers: Sequence[Any]) -> list[Part]:
 
 @contextmanager
 def untrained_adapters_filled(trunk: nn.Module) -> Iterator[None]:
-    """Inside, adapters that are still zero are random: else a trial would not notice a step that leaves them out."""
+    """Inside, adapters that are still zero are random: otherwise a trial would not notice a step that ignores them."""
     found = (adapter_of(module) for module in trunk.modules())
     zero = [adapter.up for adapter in found if adapter is not None and not adapter.up.any()]
     with torch.no_grad():

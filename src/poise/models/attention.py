@@ -1,9 +1,9 @@
 """Attention over packed sequences of different lengths, registered with transformers as ``"poise"``.
 
-transformers' models pass keywords of the forward call on to their attention function. Without ``packing=`` this one is
-transformers' own "sdpa", mask included. With ``packing=`` the tokens are those of a ``Packed``: half precision on CUDA
-runs torch's variable-length flash kernel; anything else is padded, inside the attention only. With ``decoding=`` an
-engine manages the keys and values (``sampling/native/kv_cache.py``).
+transformers' models pass keywords of the forward call on to their attention function. Without ``packing=`` this
+function is transformers' own "sdpa", mask included. With ``packing=`` the tokens belong to a ``Packed``: half precision
+on CUDA runs torch's variable-length flash kernel; anything else is padded, but only inside the attention. With
+``decoding=`` an engine manages the keys and values (``sampling/native/kv_cache.py``).
 
 Shapes: L packed tokens, S segments, n sequences in decoding, H query heads, G key heads (H is a multiple of G), D head
 width.
@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from poise.models.packing import Packed, Padded
 
 NAME = "poise"
-UNKNOWN = ("s_aux", "softcap", "head_mask", "position_bias", "cache")  # keywords that matter and are not supported
+UNKNOWN = ("s_aux", "softcap", "head_mask", "position_bias", "cache")  # keywords that change the result: not supported
 _kernel = torch.ops.aten._flash_attention_forward
 LAYERS = {"full_attention", "sliding_attention"}
 
@@ -39,11 +39,11 @@ class Decoding(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """(n, H, D) attention of one new token per sequence to the cached ones and to itself."""
+        """(n, H, D) attention of one new token per sequence to the cached tokens and to itself."""
         ...
 
     def attend_text(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """(L, H, D) attention of packed tokens, whose keys are stored, to all that precede them in their sequences."""
+        """(L, H, D) attention of packed tokens to themselves and all earlier tokens of their sequences, all cached."""
         ...
 
 
@@ -58,7 +58,7 @@ def attention(
     decoding: Decoding | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface: (1, H, L, D) queries and (1, G, L, D) keys and values to (1, L, H, D).
+    """transformers' interface: from (1, H, L, D) queries and (1, G, L, D) keys and values to (1, L, H, D).
 
     A decoding step maps (n, H, 1, D) to (n, 1, H, D). With both ``packing`` and ``decoding``, a packed pass over
     prompts fills the engine's KV cache.
@@ -108,8 +108,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def adopt(model: Any) -> bool:
     """Set the model's attention implementation, and return whether the model can be run packed.
 
-    It can if its layers pass on everything that the attention function needs, as transformers' flash attention demands
-    too. Only "eager" applies a soft-cap on attention scores; "sdpa" would silently ignore it.
+    It can if its layers pass on everything that the attention function needs; transformers' flash attention has the
+    same condition. Only "eager" applies a soft-cap on attention scores; "sdpa" would silently ignore it.
     """
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
@@ -143,7 +143,7 @@ def _has_flash(device: torch.device) -> bool:
 def flash_takes(like: Tensor, key: int, value: int) -> bool:
     """Whether torch's flash kernel supports heads of these widths on the device and in the dtype of ``like``.
 
-    On the meta device, which stands for CUDA where memory is forecast, it does.
+    True on the meta device, which stands for CUDA when memory is forecast.
     """
     if key != value or key % 8 or key > 256:
         return False
@@ -206,14 +206,14 @@ def over_slots(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attention of (n, H, D) queries, one per slot, over (n, length, G, D) keys; the first ``used`` (n,) keys count.
+    """Attention of (n, H, D) queries, one per slot, over the first ``used`` (n,) of (n, length, G, D) keys.
 
-    Each query belongs to the last used key. ``starts_q`` and ``starts_k`` are the boundaries of queries (0, 1, …) and
-    of slots (0, length, …). All three are int32.
+    Each query's token is the last used key's. ``starts_q`` are the boundaries of queries (0, 1, …), ``starts_k`` the
+    boundaries of slots (0, length, …). ``used``, ``starts_q`` and ``starts_k`` are int32.
     """
     if _has_kernel(q, values):
-        # Causality would change nothing for the last key. Without it, the kernel reads a key once for all query heads
-        # that share it.
+        # The query belongs to the last key, so a causal mask would hide nothing. Without a mask, the kernel reads a key
+        # once for all query heads that share it.
         packed = q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1)
         return _run_kernel(*packed, starts_q, starts_k, 1, keys.shape[1], scale, window, causal=False, used=used)
     distance = used[:, None] - 1 - torch.arange(keys.shape[1], device=q.device)
@@ -235,8 +235,8 @@ def text_over_slots(
 ) -> Tensor:
     """Attention of (L, H, D) packed queries, several per slot, over (S, length, G, D) keys, by the flash kernel.
 
-    The queries of a slot belong to the last of its first ``used`` (n,) keys. ``starts_q`` are the boundaries of the
-    slots' queries, ``starts_k`` (n + 1,) where the slots begin. All three are int32.
+    A slot uses its first ``used`` (n,) keys, and its queries belong to the last of these. ``starts_q`` are the
+    boundaries of the slots' queries, ``starts_k`` (n + 1,) the boundaries of the slots. All three are int32.
     """
     packed = q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1)
     return _run_kernel(*packed, starts_q, starts_k, longest_q, keys.shape[1], scale, window, used=used)
@@ -260,7 +260,7 @@ def repeat(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Repeat(torch.autograd.Function):
-    """``index_select`` whose backward pass sums in float32: rounding every addition to half precision would show."""
+    """``index_select`` whose backward pass sums in float32: half precision would round at every addition."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packed, scale: float | Non
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """(rows, width, H, D) queries and (rows, prefix + width, G, D) keys and values to (rows · width, H, D)."""
+    """From (rows, width, H, D) queries and (rows, prefix + width, G, D) keys and values to (rows · width, H, D)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=mask is None)
@@ -296,14 +296,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
 
 
 def _to_rectangles(x: Tensor, padded: Padded) -> list[Tensor]:
-    """(L, heads, D) to one (rows, width, heads, D) per rectangle."""
+    """From (L, heads, D) to one (rows, width, heads, D) per rectangle."""
     slots = _Spread.apply(x, padded.index, padded.slots)  # type: ignore[no-untyped-call]
     parts = slots.split([r.rows * r.width for r in padded.rectangles])
     return [part.unflatten(0, (r.rows, r.width)) for part, r in zip(parts, padded.rectangles, strict=True)]
 
 
 class _Spread(torch.autograd.Function):
-    """Packed tokens to slots. Padding is never read, so the gradient is a selection too."""
+    """From packed tokens to slots. Padding is never read, so the gradient is a selection too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, slots: Tensor) -> Tensor:

@@ -21,20 +21,20 @@ FLOAT32 = 4  # bytes: the optimizer's weights and gradients
 class Rows:
     """The sizes of a step, in tokens and in responses."""
 
-    prompt: int  # at most
-    response: int  # at most
+    prompt: int  # largest number of tokens
+    response: int  # largest number of tokens
     group: int
     count: int  # responses that are sampled together
 
     @property
     def longest(self) -> int:
-        """The most tokens of a prompt and its response."""
+        """The largest number of tokens of a prompt and its response together."""
         return self.prompt + self.response
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the device for as long as a run lasts, and, with ``rows``, of a pass and of the KV cache."""
+    """The bytes that a run holds on the device throughout and, with ``rows``, the bytes of a pass and the KV cache."""
 
     parameters: int
     weights: int
@@ -59,8 +59,8 @@ class Footprint:
     ) -> Footprint | None:
         """The footprint of a model by its name. None if transformers cannot build it from its configuration.
 
-        ``copies``: whether the run needs the starting weights too. An adapter needs no copy of them. ``moments`` are
-        Adam's bytes per trained weight. ``rows`` asks for activations too.
+        ``copies`` says whether the run also needs the starting weights; with an adapter they need no copy. ``moments``
+        is the number of bytes of Adam's moments per trained weight. With ``rows``, activations are measured too.
         """
         kind = resolve_dtype(dtype, resolve_device(device))
         try:
@@ -70,7 +70,7 @@ class Footprint:
                     model = add_adapter(model, lora, seed=0)
         except ModelError:
             raise
-        except Exception:  # of transformers, peft or third-party code: loading the model will say what is wrong
+        except Exception:  # raised by transformers, peft or third-party code: loading the model reports the cause
             return None
         if model is None:
             return None
@@ -85,7 +85,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts that the run holds throughout."""
         return self.weights + self.training + self.copy
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Footprint:
         return f"{bytes_text(self.total)} ({shown}) for {self.parameters / 1e6:,.1f} M parameters"
 
     def passes(self, tokens: int) -> str:
-        """The activations of a pass of so many tokens, and the cache of all rows, in words."""
+        """A sentence about the activations of a pass of ``tokens`` tokens and the cache of all rows."""
         if self.activations is None or self.rows is None:
             return "activations and the KV cache come on top"
         kept, again = (self.activations.peak(tokens, checkpointed=each) for each in (False, True))
@@ -106,12 +106,12 @@ class Footprint:
         )
 
     def room(self, device: torch.device) -> float:
-        """The bytes that the device has for passes and for the cache."""
+        """The bytes that the device has left for passes and the cache."""
         return USABLE_SHARE * (total_bytes(device) or 0) - self.total
 
     @property
     def least(self) -> int:
-        """The total with the smallest pass, and with the cache of a single row: one response at its longest."""
+        """The total plus the smallest pass or one row's cache, whichever is larger, for the longest response."""
         if self.activations is None or self.rows is None:
             return self.total
         longest = self.rows.longest
@@ -127,7 +127,7 @@ class Footprint:
     def check(
         self, name: str, device: str, others: Callable[[], Iterable[tuple[str, Footprint | None]]] = tuple
     ) -> None:
-        """Raise ModelError if the device is too small for this. ``others`` are changes that would need less."""
+        """Raise ModelError if the device is too small. ``others`` are changed settings that would need less memory."""
         place = resolve_device(device)
         if self.fits(place):
             return
@@ -147,7 +147,7 @@ def _activations(model: Any, rows: Rows | None) -> Activations | None:
         return None
     try:
         return measure(model, rows.prompt, rows.response, rows.group)
-    except Exception:  # of any model's code, which may ask for values: then passes are found by trying
+    except Exception:  # a model's code may ask for values: then the pass size is found by trial
         return None
 
 

@@ -1,12 +1,13 @@
 """How a model's layers run: compiled, checkpointed, and with joined projections.
 
-Compiled, in the packed passes of the update and in decoding: the layers are alike, so compiling one serves all.
+Compiled: in the packed passes of the update and in decoding. The layers are alike, so one compilation serves all.
 
-Checkpointed, to save memory in the update: layers keep their input and recompute the rest.
+Checkpointed: to save memory in the update, layers keep only their input and recompute the rest.
 
-Joined: linear layers that read the same input (queries, keys, values; gate and up) get their weights side by side in
-memory, and their adapters' first factors likewise. One matrix product covers them all in the fused decoding step
-(``sampling/native/fused_step.py``), whose time is that of launching kernels; all other code runs unchanged.
+Joined: the weights of linear layers that read the same input (queries, keys, values; gate and up) are placed side by
+side in memory, and so are their adapters' first factors. One matrix product then computes them all in the fused
+decoding step (``sampling/native/fused_step.py``), whose time depends on the number of kernel launches. All other code
+runs unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from poise.models.packing import Packed
 
 FEWEST_TOKENS = 1024  # per pass: below this, compiled code gains nothing
 # Compiling pays if the run's updates have more tokens × layers × width than this: on an H200 it takes 15 s and saves
-# 1.1e-10 s for each.
+# 1.1e-10 s per unit of this product.
 WORTH = 1.36e11
 
 
@@ -37,7 +38,7 @@ def can_compile(device: torch.device) -> bool:
 
 
 def compiling_pays(model: Any, tokens: float) -> bool:
-    """Whether compiling saves more time than it takes, for training on ``tokens``; True if the config has no sizes."""
+    """Whether compiling saves more time than it takes in training on ``tokens``; True if the config has no sizes."""
     config = model.config.get_text_config()
     layers, width = (getattr(config, name, None) or math.inf for name in ("num_hidden_layers", "hidden_size"))
     return can_compile(model.device) and tokens * layers * width > WORTH
@@ -69,7 +70,7 @@ def _dispatch(plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callab
 
 
 class OutOfMemoryError(ModelError):
-    """Not even a single response fits, with every memory-saving option on."""
+    """Not even a single response fits, although every memory-saving option is on."""
 
     def __init__(self, where: str) -> None:
         super().__init__(
@@ -90,7 +91,7 @@ class FixedPassError(OutOfMemoryError):
 
 
 def enable_checkpointing(trunk: Any) -> bool:
-    """Prepare the layers for ``checkpointed``. False: the model does not support gradient checkpointing."""
+    """Prepare the layers for ``checkpointed``. False if the model does not support gradient checkpointing."""
     layers = _layers(trunk)
     if not layers:
         return False
@@ -110,8 +111,8 @@ def enable_checkpointing(trunk: Any) -> bool:
 def checkpointed(trunk: nn.Module) -> Iterator[None]:
     """Inside, layers keep only their input and recompute the rest in the backward pass.
 
-    transformers checkpoints in training mode only, which would also turn dropout on and the KV cache off. So only the
-    layers' own flag is set, for this one pass, and not that of their submodules.
+    transformers checkpoints only in training mode, which would also turn dropout on and the KV cache off. So this sets
+    only the layers' own ``training`` flag, for this one pass, and not the flags of their submodules.
     """
     layers = _layers(trunk) if torch.is_grad_enabled() else []
     for layer in layers:
@@ -128,19 +129,19 @@ def _layers(trunk: nn.Module) -> list[nn.Module]:
 
 
 class JoinedLinear(NamedTuple):
-    """Linear layers that read the same input, as one: views of their own parameters."""
+    """Linear layers that read the same input, as one layer. Its weights are views of theirs."""
 
     weight: Tensor
     bias: Tensor | None
     adapters: JoinedAdapters | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What the layers compute of ``x`` (n, in), one result behind the other."""
+        """The layers' outputs for ``x`` (n, in), concatenated."""
         product = torch.nn.functional.linear(x, self.weight, self.bias)
         return product if self.adapters is None else self.adapters.add_to(product, x)
 
     def covers(self, layers: Sequence[Any]) -> bool:
-        """Whether these are the weights of the layers, still side by side. Moving a model separates them."""
+        """Whether the layers' weights are still side by side here. Moving a model to a device separates them."""
         parts, adapters = adapted_parts(layers), self.adapters
         if parts != (adapters.parts if adapters else []):
             return False
@@ -151,7 +152,7 @@ class JoinedLinear(NamedTuple):
 
 @torch.no_grad()
 def join(layers: Sequence[Any]) -> JoinedLinear:
-    """Put the weights of these layers side by side in memory, each still the layer's own parameter."""
+    """Put the weights of these layers side by side in memory. They remain the layers' own parameters."""
     weights, biases = zip(*((base_layer(layer).weight, base_layer(layer).bias) for layer in layers), strict=True)
     parts = adapted_parts(layers)
     adapters = JoinedAdapters(_join(_downs(parts)), parts) if parts else None
@@ -177,7 +178,7 @@ def _is_joined(whole: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
-    """The parts as one tensor, a view; None if they do not follow each other in memory."""
+    """A view of the parts as one tensor; None if they are not contiguous in memory."""
     first, begin, rows = parts[0], parts[0].storage_offset(), 0
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype

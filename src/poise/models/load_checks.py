@@ -1,9 +1,9 @@
-"""Trials of a model at load, so that nothing is trained wrongly later: its weights, its head, its packed passes.
+"""Trials of a model's weights, head and packed passes at load, so that poise does not train a model wrongly.
 
 Trials use a few tokens. A sliding window of 4,096 tokens would have no effect on them, and a trial of 4,097 tokens
 would take a large model minutes on a CPU. So sliding windows shrink to a few tokens while a trial runs, in both places
-where a model reads them: the configuration, from which transformers builds masks, and the attention modules, which pass
-them to attention functions. A model that uses only one of the two fails the trial.
+from which a model reads them: the configuration, from which transformers builds masks, and the attention modules, which
+pass them to attention functions. A model that uses only one of the two fails the trial.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def head_fits(policy: Policy) -> bool:
         theirs = policy.model(input_ids=ids, use_cache=False).logits[0].float()
     finally:
         hook.remove()
-    # OPT runs its trunk in parts, without the hook: then there is nothing to compare.
+    # OPT runs its trunk in parts, so the hook does not run and there is nothing to compare.
     return not enlarged or _same_logits(policy.head()(enlarged[0]).float(), theirs, policy.head().weight.dtype)
 
 
@@ -103,7 +103,7 @@ def _same_logits(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def passes_agree(policy: Policy) -> bool:
-    """Whether responses in one pass get the same hidden states as each response alone: nothing leaks between them.
+    """Whether each response gets the same hidden states in one pass with others as alone: nothing leaks between them.
 
     Two of the three responses share a prompt; all are longer than the shortened windows.
     """
@@ -126,7 +126,7 @@ def passes_agree(policy: Policy) -> bool:
 
 
 def states_of(policy: Policy, ids: Tensor) -> Tensor:
-    """(2, L, W) hidden states of one sequence (1, L), and those with embeddings moved by a rounding error."""
+    """(2, L, W) hidden states of one sequence (1, L), with its embeddings unchanged and moved by a rounding error."""
     return twice(policy, lambda: policy.trunk(input_ids=ids, use_cache=False).last_hidden_state[0])
 
 
@@ -134,8 +134,8 @@ def states_of(policy: Policy, ids: Tensor) -> Tensor:
 def twice(policy: Policy, run: Callable[[], Tensor]) -> Tensor:
     """(2, …) the result of ``run``, with the embeddings unchanged and moved by about a rounding error.
 
-    The distance between the two shows what rounding can do. In SmolLM2 in bfloat16 it is 1 to 10 % of most states, but
-    100 % of some: at the special tokens with which vocabularies begin, and at a few others.
+    The distance between the two shows how far rounding can move a result. In SmolLM2 in bfloat16 it is 1 to 10 % of
+    most states but 100 % of some: at the special tokens at the start of the vocabulary, and at a few others.
     """
 
     def shake(_module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def logp_close(actual: Tensor, expected_twice: Tensor, dtype: torch.dtype) -> bo
 def _within_rounding(error: Tensor, moved: Tensor, size: Tensor, dtype: torch.dtype) -> bool:
     """Whether the root mean square of the errors, each divided by its tolerance, is at most 1.
 
-    The allowance grows with how far rounding moves a value, up to the size of the value.
+    The tolerance grows with the distance by which rounding moves a value, up to the size of the value.
     """
     relative = 3e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
     allowed = relative * size + torch.minimum(2 * moved, size)

@@ -1,5 +1,5 @@
-"""Load a transformers model and its tokenizer: from the hub, a folder, a run, a checkpoint or a LoRA adapter, or copy
-one that Python holds. And export one as an ordinary folder.
+"""Load a transformers model and its tokenizer from the hub, a folder, a run, a checkpoint or a LoRA adapter, or copy a
+model that Python holds. Export a model as an ordinary folder.
 
 Only safetensors are read, and no code from a model's repository runs unless the caller allows it.
 """
@@ -53,9 +53,10 @@ def load_policy(
 
     ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha and targets; ``seed``
     initialises its adapter and leaves torch's global generator alone. ``remote_code`` lets the model's repository run
-    code. ``compiled`` runs training through torch.compile; None: on CUDA, if that saves time in training on ``tokens``
-    tokens. ``longest`` is the largest number of tokens of prompt and response together: rotary embeddings
-    that depend on the length are fixed for it (``poise.models.rope``). ``template`` has arguments of the chat template.
+    code. ``compiled`` runs training through torch.compile; None compiles on CUDA if that saves time in training on
+    ``tokens`` tokens. ``longest`` is the largest number of tokens of prompt and response together, for which rotary
+    embeddings that depend on the length are fixed (``poise.models.rope``). ``template`` has the chat template's
+    arguments.
     """
     model, tokenizer = load_model(
         name, device=device, dtype=dtype, lora=lora, seed=seed, remote_code=remote_code, template=template
@@ -69,7 +70,7 @@ def load_model(
     name: str, *, device: str = "auto", dtype: str = "auto", lora: Any = None, seed: int = 0, remote_code: bool = False,
     template: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """The model, on its device and in evaluation mode, and its tokenizer. It has the settings of ``load_policy``."""
+    """Load the model, on its device and in evaluation mode, and its tokenizer. The settings are ``load_policy``'s."""
     hub_id, revision = split_revision(name)
     source = locate(hub_id)
     folder = Path(source)
@@ -106,7 +107,7 @@ class LoadedModel:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any = None) -> LoadedModel:
-        """``model`` with its tokenizer, or its name; without one, that of where the model was loaded from."""
+        """``model`` with a tokenizer, or a tokenizer's name; by default, the one from where the model was loaded."""
         if not all(hasattr(model, name) for name in ("get_input_embeddings", "generate", "config")):
             raise TypeError(f"model: expected a hub id, a folder or a loaded transformers model, got {short(model)}")
         if hasattr(model, "peft_config") and not hasattr(model, "merge_and_unload"):
@@ -124,7 +125,7 @@ class LoadedModel:
         return cls(model, tokenizer)
 
     def copy(self, name: str, dtype: torch.dtype, template: Mapping[str, Any] | None) -> tuple[Any, Any]:
-        """A model to train and its tokenizer, as if loaded from a folder; adapters are merged."""
+        """A copy of the model, to train, and its tokenizer, as if loaded from a folder; adapters are merged."""
         load_checks.check_weights(name, self.model)
         model = copy.deepcopy(self.model)
         if hasattr(model, "peft_config"):
@@ -136,7 +137,7 @@ class LoadedModel:
             parameter.data = parameter.data.to(dtype)
         if getattr(model, "_supports_sdpa", False):
             model.set_attn_implementation("sdpa")
-        model.name_or_path = ""  # LoRA adapters write it down, and peft would look for it on the hub
+        model.name_or_path = ""  # LoRA adapters record it, and peft would look for it on the hub
         tokenizer = copy.deepcopy(self.tokenizer)
         if template:
             _set_arguments(name, tokenizer, template)
@@ -161,7 +162,7 @@ class LoadedModel:
 
 
 def resolve_device(device: str = "auto") -> torch.device:
-    """The torch device of a setting; ``auto`` is CUDA if available, else the CPU."""
+    """The torch device of the setting ``device``; ``auto`` is CUDA if available, else the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         return torch.device("cuda" if count else "cpu")
@@ -181,7 +182,7 @@ def resolve_device(device: str = "auto") -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The torch dtype of a setting; ``auto`` is bfloat16 on CUDA, float32 elsewhere."""
+    """The torch dtype of the setting ``dtype``; ``auto`` is bfloat16 on CUDA, float32 elsewhere."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     kind: torch.dtype = getattr(torch, dtype)
@@ -191,8 +192,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def add_adapter(model: Any, lora: Any, seed: int) -> Any:
     """Wrap the model with a new LoRA adapter, initialised from ``seed``.
 
-    It has the model's dtype; ``MasterWeights`` has its float32 copy, as of all weights that are trained in half
-    precision. peft's float32 adapter would compute in float32, and keep float32 inputs for the backward pass.
+    The adapter has the model's dtype; ``MasterWeights`` has its float32 copy, as for all weights that are trained in
+    half precision. peft's float32 adapter would compute in float32, and keep float32 inputs for the backward pass.
     """
     import peft
 
@@ -203,7 +204,7 @@ def add_adapter(model: Any, lora: Any, seed: int) -> Any:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU's generator
         try:
             adapted = peft.get_peft_model(model, settings)
-        except ValueError as error:  # no layer has such a name, or it is of a kind that peft cannot adapt
+        except ValueError as error:  # no layer has such a name, or peft cannot adapt such a layer
             kinds = {path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, nn.Linear)}
             named = short(lora.targets)
             raise ModelError(
@@ -255,8 +256,7 @@ def _load_tokenizer(name: str, source: str, common: dict[str, Any], template: Ma
 
 
 def _set_arguments(name: str, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-    """Let the chat template have these arguments in every prompt. The template would silently ignore an unknown
-    argument."""
+    """Pass these arguments to the chat template in every prompt. Refuse unknown ones, which it would ignore."""
     text = tokenizer.chat_template
     written = str(text.values() if isinstance(text, dict) else text or "")
     for argument in arguments:
@@ -285,7 +285,7 @@ def _load_weights(name: str, source: str, dtype: torch.dtype, common: dict[str, 
 
 
 def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer with tokens that the model does not have."""
+    """Refuse a tokenizer with more tokens than the model has."""
     size, tokens = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size  # without tokens added later
     if tokens > size:
         raise ModelError(
@@ -313,7 +313,7 @@ def configuration(name: str, remote_code: bool = False) -> Any:
 
 
 def check_config(name: str, config: Any, remote_code: bool) -> None:
-    """Refuse what transformers would do without asking: run third-party attention, build millions of layers."""
+    """Refuse a config that makes transformers run third-party attention code or build millions of layers."""
     if (layers := getattr(config.get_text_config(), "num_hidden_layers", 0)) > MOST_LAYERS:
         raise ModelError(f"{name}: its config.json asks for {layers:,} layers, more than {MOST_LAYERS:,}; correct it")
     implementation = str(getattr(config, "_attn_implementation", None))
@@ -353,7 +353,7 @@ def _load_adapted(
 
 
 def has_adapter(name: str) -> bool:
-    """Whether a model has a LoRA adapter, which ``load_model`` merges."""
+    """Whether the model is a LoRA adapter, which ``load_model`` merges into its base model."""
     if live.is_name(name):
         return hasattr(live.get(name).model, "peft_config")
     return adapted_model(Path(locate(split_revision(name)[0]))) is not None
@@ -369,7 +369,7 @@ def adapted_model(folder: Path) -> str | None:
 
 
 def _base_model(folder: Path) -> str:
-    """The base model that an adapter names. Refuses what peft would unpickle, or import from elsewhere."""
+    """The base model that an adapter names. Refuses an adapter for which peft would unpickle a file or import code."""
     if not (folder / "adapter_model.safetensors").is_file():
         raise ModelError(f"{folder}: this adapter has no adapter_model.safetensors, and poise loads no other format")
     try:
@@ -377,7 +377,7 @@ def _base_model(folder: Path) -> str:
         base = config["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError):
         base = None
-    if base is None and live.known(live.MODEL):  # a model that Python holds has no place
+    if base is None and live.known(live.MODEL):  # a model passed from Python has no path
         base = live.MODEL
     if not isinstance(base, str):
         raise ModelError(
@@ -392,7 +392,7 @@ def _base_model(folder: Path) -> str:
 def export(name: str, folder: Path, *, dtype: str = "auto", remote_code: bool = False) -> None:
     """Write the model of a run, a checkpoint or an adapter to a new folder. ``auto`` keeps the dtype of the base model.
 
-    Adapters are merged in float32, and rounded once. The folder appears when it is complete.
+    Adapters are merged in float32 and rounded once. The folder appears only when it is complete.
     """
     target = _stored_dtype(name) if dtype == "auto" else getattr(torch, dtype)
     loaded = target if adapted_model(Path(locate(name))) is None else torch.float32
@@ -418,9 +418,9 @@ def export(name: str, folder: Path, *, dtype: str = "auto", remote_code: bool = 
 
 
 def _stored_dtype(name: str) -> torch.dtype:
-    """The dtype that the config.json of a model, or of an adapter's base model, names."""
+    """The dtype in the config.json of a model, or of an adapter's base model."""
     try:
         dtype = getattr(configuration(name), "dtype", None)
-    except Exception:  # ``load_model`` says what is wrong with the model
+    except Exception:  # ``load_model`` reports the cause
         dtype = None
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -1,4 +1,4 @@
-"""Where a model is: in the package, a folder, a run, a checkpoint or on the hub. Quick to import: no transformers."""
+"""Where a model is: in the package, a folder, a run, a checkpoint or on the hub. Does not import transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_revision(name: str, revision: str | None) -> str:
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """The name of a model and its revision, if it has one. No hub id has an @; a folder may."""
+    """The name of a model and its revision, if it has one. A folder's name may contain an @; a hub id does not."""
     hub_id, at, revision = name.partition("@")
     return (hub_id, revision) if at and revision and not expand(name).exists() else (name, None)
 
@@ -57,9 +57,9 @@ def locate(name: str) -> str:
 
 
 def _check_place(name: str, folder: Path) -> None:
-    """Refuse a file, a folder without a model, and a path that leads nowhere.
+    """Refuse a file, a folder without a model, and a path that does not exist.
 
-    If there are runs in the folder of such a path, ``name`` is a mistyped run and not a hub id.
+    A name in a folder that has runs is a mistyped run, not a hub id.
     """
     if folder.is_file():
         raise ModelError(f"{name} is a file: name the folder of a model, a run, or a hub id")
@@ -78,14 +78,14 @@ def _check_place(name: str, folder: Path) -> None:
 
 
 def check_hub(name: str, revision: str | None = None) -> None:
-    """Refuse a name that is not in the cache if the hub cannot be reached: transformers would retry for a minute."""
+    """Refuse a name that is not in the hub's cache if the hub is unreachable: transformers would retry for a minute."""
     from huggingface_hub import constants, get_session, try_to_load_from_cache
 
     address = f"{constants.ENDPOINT}/{name}/resolve/{revision or 'main'}/config.json"
     try:
         if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json", None, revision), str):
             return
-        get_session().head(address, timeout=PATIENCE)  # any answer will do: transformers explains what it means
+        get_session().head(address, timeout=PATIENCE)  # any answer will do: transformers reports an error in it
     except Exception as error:  # not a hub id, no network, no such host
         raise ModelError(
             f"{name}: there is no such folder here, no such model in the hub's cache, and the hub cannot be asked "
@@ -94,7 +94,7 @@ def check_hub(name: str, revision: str | None = None) -> None:
 
 
 class Repository:
-    """A model repository on the hub, made if it is missing. It is private unless ``public``."""
+    """A model repository on the hub, created if it is missing. It is private unless ``public``."""
 
     def __init__(self, name: str, *, public: bool = False) -> None:
         self.name, self._api = name, _api()
@@ -103,7 +103,7 @@ class Repository:
             raise ModelError(f"{name} is on the hub already, and is public: add --public to put the model there")
 
     def upload(self, folder: Path, message: str) -> None:
-        """Put all files of a folder there, in one commit."""
+        """Upload all files of a folder in one commit."""
         about = {"repo_id": self.name, "folder_path": folder, "commit_message": message}
         self._try("upload to it", self._api.upload_folder, **about)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 class MasterWeights:
     """The optimizer's parameters: float32 masters of half-precision parameters, and all other parameters themselves.
 
-    A bfloat16 weight cannot take a step smaller than 1/256 of itself, and summing gradients of several micro-batches in
-    bfloat16 would round at every addition. So gradients accumulate, and the optimizer steps, in float32. ``publish``
-    rounds the masters into the model.
+    A bfloat16 weight cannot take a step smaller than 1/256 of itself, and a sum of several micro-batches' gradients in
+    bfloat16 would be rounded at every addition. So the masters accumulate gradients and take the optimizer's steps in
+    float32. ``publish`` rounds the masters into the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +35,7 @@ class MasterWeights:
             torch._foreach_copy_(list(self.masters), list(self.masters.values()))
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Publish after every step of this optimizer."""
+        """Call ``publish`` after every step of this optimizer."""
         if self.masters:
             optimizer.register_step_post_hook(lambda *_: self.publish())
 
@@ -43,8 +43,8 @@ class MasterWeights:
 def _collect(master: Tensor, parameter: Tensor) -> None:
     """Move a parameter's gradient to its master as soon as it is computed.
 
-    The parameter's gradient is cleared first: if memory runs out here, none is left behind. This is a plain function
-    because a bound method of MasterWeights as a hook would keep the model alive for ever.
+    The parameter's gradient is cleared first, so that none is left if memory runs out here. This is a plain function
+    because a bound method as a hook would never let the model be freed.
     """
     gradient, parameter.grad = parameter.grad, None
     if gradient is None:

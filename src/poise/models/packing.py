@@ -2,12 +2,12 @@
 
 ``pack`` chooses the responses of one forward pass; ``layout`` arranges their tokens.
 
-A *segment* is a run of packed tokens. Its tokens attend causally to each other, and to the whole *prefix* if it has
-one: the prompt that several responses share. A prompt with a single response forms one segment with it. A prompt with
-several responses is a segment of its own, and the prefix of each response's segment.
+A *segment* is a run of packed tokens. Its tokens attend causally to each other. If several responses share a prompt,
+the prompt is a segment of its own and the *prefix* of each response's segment, whose tokens attend to all of it. A
+prompt with a single response forms one segment with it.
 
-Shapes: B responses, T response tokens (padded), P distinct prompts, I pieces (a piece is a prompt or a response),
-L packed tokens, S segments, K keys, N response tokens of all rows.
+Shapes: B responses, T response tokens (padded), P distinct prompts, I pieces (a piece is a prompt or a response), L
+packed tokens, S segments, K keys, N response tokens of all rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def extents_of(batch: TokenBatch) -> Sequence[Extent]:
 
 
 def pack(batch: TokenBatch, rows: Sequence[int], tokens: int) -> list[list[int]]:
-    """Distribute rows over bins of at most ``tokens`` tokens, first-fit decreasing. One long response may exceed it.
+    """Distribute rows over bins of at most ``tokens`` tokens, first-fit decreasing. A single response may exceed this.
 
-    A prompt counts once per bin. A group stays in one bin unless it is too large for it.
+    A prompt counts once per bin. A group stays in one bin unless it is too large.
     """
     extents = extents_of(batch)
     groups: dict[Prompt, list[int]] = {}
@@ -64,7 +64,7 @@ def own_tokens(batch: TokenBatch) -> Tensor:
 
 
 def response_tokens(batch: TokenBatch) -> Tensor:
-    """(N,) the places of all response tokens, the environment's included. The host does not wait for the device."""
+    """(N,) the places of all response tokens, including the environment's. The host does not wait for the device."""
     lengths = [extent.length for extent in extents_of(batch)]
     count_B, total = send(lengths, batch.mask.device), sum(lengths)
     row_N = torch.repeat_interleave(count_B, output_size=total)
@@ -99,7 +99,7 @@ class Packed:
     longest_q: int
     longest_k: int
     segments: Segments
-    # (S,) on the host: how many keys of each segment's sequence an engine's cache holds already; None: no cache
+    # (S,) on the host: number of keys of each segment's sequence that an engine's cache already holds; None: no cache
     cached_S: Tensor | None = None
 
     @cached_property
@@ -121,8 +121,8 @@ class Segments:
 def layout(batch: TokenBatch) -> Packed:
     """Pack all rows into one sequence: each prompt, followed by its responses without their last tokens.
 
-    A response's last token predicts nothing, so it is not run. Rows 0 and 1 share the prompt ``a b c`` and answer
-    ``x y z`` and ``u v``; row 2 answers ``r s t`` to ``p q``:
+    A response's last token predicts nothing, so it is left out. Rows 0 and 1 share the prompt ``a b c``; their
+    responses are ``x y z`` and ``u v``. Row 2 has the prompt ``p q`` and the response ``r s t``:
 
         packed token    0  1  2 | 3  4 | 5 | 6  7  8  9     L = 10
         ids             a  b  c | x  y | u | p  q  r  s
@@ -189,7 +189,7 @@ def _layout(prompts: Sequence[Prompt], lengths: Sequence[int], tokens_BT: Tensor
 
 
 def layout_group(prompt: Prompt, lengths: Sequence[int], device: torch.device) -> Packed:
-    """Pack responses of these lengths to one prompt, whose tokens do not matter."""
+    """Pack responses of these lengths to one prompt. Their tokens do not matter."""
     tokens_BT = torch.zeros((len(lengths), max(lengths)), dtype=torch.long, device=device)
     return _layout([prompt] * len(lengths), lengths, tokens_BT)
 
@@ -212,7 +212,7 @@ def layout_continued(texts: Sequence[Sequence[int]], cached: Sequence[int], devi
 
 
 def ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """For rows of these lengths, end to end: the row of each entry, and the entry's number in its row."""
+    """For rows of these lengths, laid end to end: each entry's row, and its index in that row."""
     owner = torch.repeat_interleave(lengths)
     return owner, torch.arange(len(owner)) - (lengths.cumsum(0) - lengths)[owner]
 
@@ -224,7 +224,7 @@ class _Pieces(NamedTuple):
     row: Tensor  # row of the response; −1 for a prompt
     is_prompt: Tensor
     start: Tensor
-    length: Tensor  # a response's last token is not run
+    length: Tensor  # without a response's last token
 
 
 def _pieces(prompt_B: Tensor, prompt_length_P: Tensor, response_length_B: Tensor) -> _Pieces:
@@ -283,7 +283,7 @@ class Padded:
     """
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
-        row_S = torch.full_like(segments.start, -1)  # of a segment in its rectangle
+        row_S = torch.full_like(segments.start, -1)  # the segment's row in its rectangle
         is_prefix_S = torch.zeros_like(row_S, dtype=torch.bool)
         is_prefix_S[segments.prefix[segments.prefix >= 0]] = True
         parts = [is_prefix_S.nonzero()[:, 0]] if is_prefix_S.any() else []
@@ -308,7 +308,7 @@ class Padded:
 
 
 def _by_length(part: Tensor, lengths: Tensor) -> list[Tensor]:
-    """Segments sorted by length and cut where it falls below two thirds of the longest: little padding, few calls."""
+    """Sort segments by length; start a new part below two thirds of a part's longest: little padding, few calls."""
     order = part[lengths[part].argsort(descending=True, stable=True)]
     parts: list[list[int]] = []
     longest = 0

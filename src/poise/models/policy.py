@@ -32,15 +32,15 @@ __all__ = ["EMBEDDED", "ModelError", "Policy", "pad_left"]
 BUSY_TOKENS = 16384  # tokens per pass that keep a device busy
 BUSY_WORK = BUSY_TOKENS * 1e9  # tokens × parameters of a pass on CUDA that takes longer than launching its kernels
 NO_LIMIT = 1 << 62  # tokens
-STRETCHED = ("linear", "dynamic", "yarn")  # rotary embeddings whose factor max_position_embeddings does not include
+STRETCHED = ("linear", "dynamic", "yarn")  # rotary embeddings whose factor extends the trained positions
 
 
 class Policy:
     """A model and its tokenizer.
 
     ``trunk`` is everything below the head: it gives hidden states without the logits of every token. ``packed`` says
-    whether responses can be run end to end without padding. The constructor tests both on a few tokens: that
-    ``head(trunk(x))`` is the model's own output, and that packed passes give the same states as separate ones.
+    whether responses can be run end to end without padding. The constructor checks on a few tokens that
+    ``head(trunk(x))`` is the model's own output, and that packed passes give the same states as separate passes.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, compiled: bool = False, longest: int | None = None) -> None:
@@ -61,7 +61,7 @@ class Policy:
         self.master_weights: MasterWeights | None = None  # while half-precision weights are trained
         self._heads: dict[float, Head] = {}  # by temperature
         self._texts: dict[int, str] = {}
-        self.length_limit: int | None = None  # tokens per sequence; the trials below need none
+        self.length_limit: int | None = None  # tokens per sequence; the trials below need no limit
         length_limit = rope.pin(trunk, longest)
         self.packed = attention.adopt(base)
         self._run_trials()
@@ -75,7 +75,7 @@ class Policy:
         return self.trunk.device  # type: ignore[return-value]
 
     def parameters(self) -> list[Tensor]:
-        """What an optimizer trains: the master weights, or the model's own parameters if it has none."""
+        """The optimizer's parameters: the master weights, or the model's own parameters if it has none."""
         if self.master_weights is not None:
             return list(self.master_weights.parameters.values())
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -91,7 +91,7 @@ class Policy:
 
     @cached_property
     def vocabulary_hash(self) -> str:
-        """Equal for tokenizers in which the same ids mean the same tokens."""
+        """A hash of the vocabulary. It is equal for tokenizers in which the same ids mean the same tokens."""
         tokens = sorted(self.tokenizer.get_vocab().items())
         return hashlib.sha256(repr(tokens).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -118,7 +118,7 @@ class Policy:
         return self._known(encode_prefill(self.tokenizer, text))
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """The tokens, if the model has an embedding for each: a tokenizer may have more tokens than the model."""
+        """Return the tokens. Refuse any without an embedding: a tokenizer may have more tokens than the model."""
         if tokens and max(tokens) >= (size := self.base.get_input_embeddings().weight.shape[0]):
             text = self.tokenizer.decode([max(tokens)])
             raise ModelError(
@@ -146,7 +146,7 @@ class Policy:
         return {token: self._texts[token] for token in distinct}
 
     def hidden(self, batch: TokenBatch, tokens: Tensor | None = None) -> Tensor:
-        """(N, d) hidden states that predict the model's own tokens: all of them in row order, or the selected ones.
+        """(N, d) hidden states that predict the model's own tokens in row order, or only ``tokens``.
 
         ``tokens`` (N,) are flat indices into (B, T). A prompt that several responses share is run once, with gradients.
         """
@@ -161,7 +161,7 @@ class Policy:
 
     @property
     def positions(self) -> int | None:
-        """How many tokens a prompt and its response may have together; None if the model's config sets no limit."""
+        """The largest number of tokens of a prompt and its response together; None if the config sets no limit."""
         config = self.base.config.get_text_config()
         most = getattr(config, "max_position_embeddings", None)
         if not isinstance(most, int) or most < 1:
@@ -176,14 +176,14 @@ class Policy:
 
     @property
     def longest(self) -> int:
-        """The limit on the tokens of a prompt and its response together, in this model and with this setup."""
+        """The limit on the tokens of a prompt and its response together, from the config and from ``length_limit``."""
         return min((limit for limit in (self.positions, self.length_limit) if limit is not None), default=NO_LIMIT)
 
     def check_positions(self, prompt: int, max_tokens: int, described: str, setting: str = "max_tokens") -> None:
-        """Raise ModelError if a prompt of ``prompt`` tokens and its longest response do not fit into the positions.
+        """Raise ModelError if a prompt of ``prompt`` tokens and its longest response exceed the model's positions.
 
-        Beyond them a table of positions ends, or rotary embeddings have angles that the model was never trained on. The
-        message calls the prompt ``described``, and the setting that limits the response ``setting``.
+        Beyond these a table of positions ends, or rotary embeddings have angles that the model was never trained on.
+        For the message, ``described`` is the prompt and ``setting`` the name of the setting that limits the response.
         """
         most = self.positions
         if most is None or prompt + max_tokens <= most:
@@ -196,18 +196,18 @@ class Policy:
         )
 
     def check_settings(self, max_prompt: int, max_tokens: int) -> None:
-        """Raise ModelError if the longest prompt and the longest response of a run do not fit together."""
+        """Raise ModelError if a run's longest prompt and longest response together exceed the model's positions."""
         described = f"prompts of up to rollout.max_prompt={max_prompt} tokens"
         self.check_positions(max_prompt, max_tokens, described, "rollout.max_tokens")
 
     def check_lengths(self, lengths: Iterable[tuple[int, int]]) -> None:
-        """Raise ModelError if a prompt and its longest response do not fit; ``lengths`` are the tokens of each."""
+        """Raise ModelError if a prompt and its longest response, (tokens, tokens), exceed the model's positions."""
         need, prompt = max((prompt + max_tokens, prompt) for prompt, max_tokens in lengths)
         self.check_positions(prompt, need - prompt, f"a prompt of {prompt} tokens")
         self._check_rotary(need)
 
     def _check_rotary(self, tokens: int) -> None:
-        """Raise ModelError for sequences longer than the length that a rotary embedding was fixed for."""
+        """Raise ModelError for sequences longer than the length for which a rotary embedding was fixed."""
         if self.length_limit is not None and tokens > self.length_limit:
             raise ModelError(
                 f"a prompt and its response may have {tokens} tokens together, but the rotary embedding of "
@@ -216,7 +216,7 @@ class Policy:
             )
 
     def padded_hidden(self, batch: TokenBatch, states_N: Tensor | None = None) -> Tensor:
-        """(B, T, d) hidden states, 0 outside the mask: for regulators that read them. ``states_N``: see ``score``."""
+        """(B, T, d) hidden states for regulators, 0 outside the mask. ``states_N`` is ``hidden(batch)`` if known."""
         places = own_tokens(batch)
         states = self.hidden(batch, places) if states_N is None else states_N
         padded = torch.zeros(*batch.mask.shape, states.shape[-1], dtype=states.dtype, device=states.device)
@@ -274,7 +274,7 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities and entropies of the model's own tokens, 0 elsewhere. With gradients.
 
-        ``states_N`` is what ``hidden(batch)`` returns, if it is known.
+        ``states_N`` is the result of ``hidden(batch)``, if it is known.
         """
         assert batch.targets is not None
         places = own_tokens(batch)
@@ -304,7 +304,7 @@ class Policy:
         return pack(batch, rows, self.budget(micro_tokens))
 
     def save_memory(self) -> bool:
-        """Turn gradient checkpointing on. False: it is on already, or the model does not support it."""
+        """Turn gradient checkpointing on. False if it is already on or the model does not support it."""
         if self.checkpointing or not self.packed:  # a padded pass needs a KV cache, which excludes checkpointing
             return False
         self.checkpointing = layers.enable_checkpointing(self.trunk)

@@ -28,7 +28,7 @@ INSTRUCTION = (
 )
 _TOOL_PROBE = "ResultOfProbe."
 _WITH_TOOLS: dict[str, bool] = {}  # by template: whether it shows tools
-_DATE = [datetime.now()]  # in all prompts of a process, or of a run: it does not change at midnight
+_DATE = [datetime.now()]  # the date in all prompts of a process or a run: it does not change at midnight
 
 
 class PromptError(ValueError):
@@ -40,8 +40,8 @@ def encode(
 ) -> list[int]:
     """The ids of a dialogue up to the start of the model's turn. A string is one user message.
 
-    ``ends`` are the tokens that end a response. The chat template shows ``tools`` to the model; if it knows none, they
-    become text in the first message. If no message contains a control token, these are the ids of
+    ``ends`` are the tokens that end a response. The chat template shows ``tools`` to the model; if it does not support
+    tools, they become text in the first message. If no message contains a control token, these are the ids of
     ``apply_chat_template``. Otherwise only the template's own control tokens become control tokens, and the text
     between them is encoded as plain text. Without a chat template the messages are joined by line breaks.
     """
@@ -66,9 +66,9 @@ def encode(
 
 
 def as_text(tokenizer: Any, messages: str | Sequence[Message]) -> str:
-    """The dialogue up to the start of the model's turn as text, for a server that encodes it with its tokenizer.
+    """The dialogue up to the start of the model's turn as text, for a server that encodes it with its own tokenizer.
 
-    Without the token that this tokenizer sets before every text: the server's sets it again.
+    The text lacks the token that this tokenizer puts before every text, because the server's tokenizer adds it again.
     """
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     messages = known_roles(tokenizer, messages)
@@ -89,10 +89,10 @@ def encode_next(
 ) -> list[int]:
     """The ids that follow the model's reply: the end of its turn, the new messages, the start of its next turn.
 
-    ``before`` are the messages so far, the reply last; ``said`` are the new messages. ``last`` is the reply's last
-    token: if it is an end token, the turn has ended, and what the template writes up to that token is left out. Earlier
-    turns do not matter, and a template may change them (Qwen3's drops the reasoning of earlier replies). So only the
-    opening and the reply are rendered, with neutral text.
+    ``before`` are the messages so far, with the reply last; ``said`` are the new messages. ``last`` is the reply's last
+    token: if it is an end token, the turn has ended, and the template's text up to that token is left out. Earlier
+    turns do not matter, and a template may change them (Qwen3's drops the reasoning of earlier replies). So this
+    renders only the opening and the reply, with neutral text.
     """
     said = known_roles(tokenizer, said)
     if not tokenizer.chat_template:
@@ -116,7 +116,7 @@ def opened(tokenizer: Any) -> str:
 
 
 def starts_no_turn(tokenizer: Any) -> bool:
-    """Whether the chat template, unlike a dialogue with a reply, does not mark the beginning of the model's turn."""
+    """Whether the chat template marks the start of the model's turn before a reply but not in a prompt."""
     if not tokenizer.chat_template:
         return False
     prompt, answered = _turn(tokenizer), _turn(tokenizer, [{"role": "assistant", "content": "x"}])
@@ -125,13 +125,13 @@ def starts_no_turn(tokenizer: Any) -> bool:
 
 
 def _turn(tokenizer: Any, more: Sequence[Message] = (), *, start: bool = True) -> str:
-    """What the template writes after a user's message; nothing if it fails: encoding the first prompt reports that."""
+    """The template's text after a user's message; empty if it fails, which encoding the first prompt will report."""
     messages = [{"role": "user", "content": _PROBE}, *more]
     return _tried(tokenizer, messages, add_generation_prompt=start and not more).rpartition(_PROBE)[2]
 
 
 def _tried(tokenizer: Any, messages: Sequence[Message], **arguments: Any) -> str:
-    """What the chat template makes of messages; empty if it fails: it is third-party code and may raise anything."""
+    """The messages rendered by the chat template; empty if it fails: third-party code may raise anything."""
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
     except Exception:
@@ -144,7 +144,7 @@ def encode_prefill(tokenizer: Any, text: str) -> list[int]:
 
 
 def plain(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a plain text: special tokens are neither recognised in it nor added to it."""
+    """The ids of a plain text. Special tokens are neither recognised nor added."""
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
 
@@ -163,7 +163,7 @@ def _without(tokens: Sequence[str], text: str) -> str:
 
 
 def _controls(tokenizer: Any, ends: Collection[int]) -> dict[str, int]:
-    """The control tokens: tokens that mean more to the model than their text."""
+    """The control tokens: tokens that are more than their text to the model, by their text."""
     added = tokenizer.added_tokens_decoder.items()
     return {token.content: i for i, token in added if token.content and (token.special or i in ends)}
 
@@ -204,7 +204,7 @@ def _pieces(tokenizer: Any, messages: Sequence[Message], arguments: dict[str, An
 
 
 def _encode(tokenizer: Any, pieces: Pieces, controls: dict[str, int], ends: Collection[int]) -> tuple[list[int], bool]:
-    """The ids, and whether the plain text between the control tokens encodes to none of them.
+    """The ids, and whether the plain text between control tokens encodes to no control token.
 
     The text is cut at the template's control tokens, as a tokenizer does before anything else.
     """
@@ -224,7 +224,7 @@ def _encode(tokenizer: Any, pieces: Pieces, controls: dict[str, int], ends: Coll
 
 
 def _runs(pieces: Pieces, controls: dict[str, int]) -> tuple[list[str], list[str]]:
-    """The runs of text between the template's control tokens, and those tokens."""
+    """The pieces of text between the template's control tokens, and these tokens."""
     pattern = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
     runs, cuts = [""], []
     for text, is_content in pieces:
@@ -239,9 +239,9 @@ def _runs(pieces: Pieces, controls: dict[str, int]) -> tuple[list[str], list[str
 
 
 def with_system(tokenizer: Any, messages: Sequence[Message], text: str) -> list[Message]:
-    """The opening messages with ``text`` as their system prompt, instead of the one they have.
+    """The opening messages with ``text`` as their system prompt, which replaces an existing one.
 
-    If the chat template has no system role, the text stands in front of the first message.
+    If the chat template has no system role, the text is put before the first message.
     """
     rest = [message for message in messages if message["role"] != "system"]
     if not rest or knows_system(tokenizer):
@@ -253,7 +253,7 @@ def with_system(tokenizer: Any, messages: Sequence[Message], text: str) -> list[
 def knows_system(tokenizer: Any) -> bool:
     """Whether the chat template has a system role: tried once per template.
 
-    A template without it raises, leaves the text out, or shows it as it shows any role that it does not know.
+    A template without a system role raises an error, leaves the text out, or shows it like any unknown role.
     """
     template = str(tokenizer.chat_template)
     if template not in _WITH_SYSTEM:
@@ -271,7 +271,7 @@ def _shown(tokenizer: Any, role: str) -> str:
 
 
 def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """JSON schemas of tools: each is one already, or a function or method with type hints and a docstring."""
+    """JSON schemas of tools. Each tool is a schema, or a function or method with type hints and a docstring."""
     return [tool if isinstance(tool, dict) else _schema(tool) for tool in tools]
 
 
@@ -282,18 +282,18 @@ def tools_of(episode: Any) -> Tools:
 
 @cache
 def _schema(function: Any) -> dict[str, Any]:
-    """By transformers, as in TRL."""
+    """The JSON schema of a function, built by transformers as in TRL."""
     from transformers.utils import get_json_schema
 
     try:
         schema: dict[str, Any] = get_json_schema(function)
-    except Exception as error:  # of hints and docstrings that it cannot read
+    except Exception as error:  # it cannot read the hints or the docstring
         raise TaskError(f"no tool can be made of {getattr(function, '__qualname__', function)}: {error}") from error
     return schema
 
 
 def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
-    """The chat template's arguments besides the messages. If the template prints the date, it is fixed here."""
+    """The chat template's arguments besides the messages. If the template prints the date, this fixes the date."""
     arguments = {"tools": list(tools)} if tools and knows_tools(tokenizer) else {}
     if "strftime_now" in str(tokenizer.chat_template):
         _hold_date(tokenizer.get_chat_template(tools=arguments.get("tools")))
@@ -301,14 +301,14 @@ def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
 
 
 def _hold_date(template: str) -> None:
-    """Let the template print ``_DATE``. An argument could not do that: transformers turns functions into strings."""
+    """Make the template print ``_DATE``. An argument cannot do this: transformers turns functions into strings."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     _compile_jinja_template(template).globals["strftime_now"] = _DATE[0].strftime  # compiled templates are cached
 
 
 def fix_date(date: datetime) -> None:
-    """Let chat templates show this date from now on: a run keeps the date it began, and so its prompts."""
+    """Make chat templates show this date from now on, so that a run's prompts keep the date on which it began."""
     _DATE[0] = date
 
 
@@ -342,9 +342,9 @@ def _renders(tokenizer: Any) -> bool:
 
 
 def known_roles(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
-    """The messages, with results of tools as user messages if the template lacks the role "tool".
+    """The messages, with tool results as user messages if the template lacks the role "tool".
 
-    Results that follow the same reply become one message, because templates expect the roles to alternate.
+    Results after the same reply become one message, because templates expect the roles to alternate.
     """
     if all(message["role"] != "tool" for message in messages) or knows_tools(tokenizer):
         return list(messages)

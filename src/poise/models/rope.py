@@ -3,8 +3,8 @@
 transformers has two such kinds. ``longrope`` (Phi-3, 3.5, 4) switches frequencies past its original length; ``dynamic``
 lowers its frequencies as a sequence grows. Both use the longest sequence of the whole pass, so a response's
 log-probabilities would depend on its neighbours. Sampling and update would differ too: a KV cache keeps keys that were
-rotated while the response was short, but the update rotates all keys for a long one. So poise fixes the
-frequencies at load, to those that transformers uses for a sequence of ``longest`` tokens. vLLM does the same.
+rotated while the response was short, but the update rotates all keys for a long one. So at load poise fixes the
+frequencies that transformers uses for a sequence of ``longest`` tokens. vLLM does the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 def pin(model: nn.Module, longest: int | None = None) -> int | None:
     """Fix the frequencies for sequences of up to ``longest`` tokens, at least the original length.
 
-    Returns the largest sequence length that they are valid for; None if they do not depend on the length.
+    Returns the largest sequence length for which they are valid; None if they do not depend on the length.
     """
     limits = [_pin(module, longest) for module in model.modules()]
     return min((limit for limit in limits if limit is not None), default=None)
@@ -60,8 +60,8 @@ def _original(module: Any, layer: str | None) -> int:
 def varying(model: nn.Module) -> str | None:
     """The name of a rotary embedding whose angles change when a distant position joins the pass; None if there is none.
 
-    A distant position costs nothing here, so this tests lengths that a trial of the whole model could not afford. It
-    runs on a copy, because the module may have state, and on the CPU, where an index beyond a table raises an error.
+    A distant position costs nothing here, so this tests lengths that would be too slow in a trial of the whole model.
+    It runs on a copy, because the module may have state, and on the CPU, where an index beyond a table raises an error.
     """
     for name, module in model.named_modules():
         if not any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):

@@ -23,8 +23,8 @@ KEPT_SHARE = 1 / 16  # of the device's memory, for hidden states between a scori
 class HiddenStates:
     """The policy's hidden states of a batch's rows: ``TokenBatch.hidden`` as a function.
 
-    A scoring pass (``score_all``) leaves the states of the rows in ``wanted`` here, as far as ``most`` bytes reach; the
-    states of other rows take a forward pass when they are read. ``forget`` frees what is kept.
+    A scoring pass (``score_all``) stores the states of the rows in ``wanted`` here, up to ``most`` bytes. Reading the
+    states of other rows takes a forward pass. ``forget`` frees the stored states.
     """
 
     def __init__(self, policy: Policy, batch: TokenBatch, wanted: Sequence[int] = (), most: int | None = None) -> None:
@@ -41,7 +41,7 @@ class HiddenStates:
             self.wanted.add(row)
 
     def keep(self, rows: Sequence[int], states_N: Tensor) -> None:
-        """Keep the states of a pass over these rows, where they are wanted."""
+        """Store the states of a pass over these rows, but only of wanted rows."""
         parts = states_N.split([extents_of(self.batch)[row].own for row in rows])
         whole = self.wanted.issuperset(rows)  # else a view would keep the other rows alive
         self.kept |= {
@@ -49,7 +49,7 @@ class HiddenStates:
         }
 
     def forget(self) -> None:
-        """Free the kept states. From now on reading takes a forward pass, under the weights of that moment."""
+        """Free the stored states. From now on, reading takes a forward pass with the weights at that time."""
         self.kept, self.wanted = {}, set()
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ def score_all(
 ) -> tuple[Tensor, Tensor]:
     """(B, T) log-probabilities and entropies of all responses under the current policy.
 
-    ``states`` keeps the hidden states of the rows that it wants; none if memory runs out.
+    ``states`` stores the hidden states of its wanted rows; none if memory runs out.
     """
     logp_BT, entropy_BT = torch.zeros_like(batch.old_logp), torch.zeros_like(batch.old_logp)
 
@@ -122,7 +122,7 @@ def _in_passes(
     score: Callable[[list[int]], None],
     states: HiddenStates | None = None,
 ) -> None:
-    """Call ``score`` with the rows of each packed pass; when memory runs out, again: without states, then in less."""
+    """Call ``score`` with the rows of each packed pass. If memory runs out, retry without states, then with less."""
     while True:
         bins = policy.passes(batch, range(len(batch.mask)), micro_tokens)
         try:
@@ -138,9 +138,9 @@ def _in_passes(
 
 
 def take_less(policy: Policy, largest: int) -> None:
-    """Halve ``largest``, the tokens of a pass, for later passes; an error if that was a single response already.
+    """Limit later passes to half of ``largest``, the tokens of the pass that did not fit.
 
-    With ``deterministic=true`` that is an error too.
+    Raises an error if that pass had a single response (``largest`` is 0), or with ``deterministic=true``.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
