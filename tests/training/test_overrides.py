@@ -43,6 +43,10 @@ def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
         ("beta=0.1", "unknown key 'beta'; did you mean 'objective.kl_coef'?"),
         ("chat_template_kwargs={a: 1}", "unknown key 'chat_template_kwargs'; did you mean 'template'?"),
         ("model_revision=v2", "unknown key 'model_revision'; did you mean 'revision'?"),
+        ("num_train_epochs=2", "unknown key 'num_train_epochs': poise counts steps, not epochs: set steps="),
+        ("optim.lr_scheduler_type=cosine", "the learning rate is constant after optim.warmup_steps"),
+        ("lora_rank=8", "unknown key 'lora_rank'; did you mean 'lora.rank'?"),
+        ("rollout_max_tokens=8", "unknown key 'rollout_max_tokens'; did you mean 'rollout.max_tokens'?"),
         ("stpes=3", "unknown key 'stpes'; did you mean 'steps'?"),
         ("optm.lr=3", "unknown key 'optm'; did you mean 'optim'?"),
         ("optim.clip_low=0.1", "unknown key 'optim.clip_low'; did you mean 'objective.clip_low'?"),
@@ -190,4 +194,5 @@ def test_names_of_other_trainers_lead_to_settings_that_exist():
     known = keys({})
     assert set(messages._ELSEWHERE.values()) <= set(known)
     assert not set(messages._ELSEWHERE) & set(known)
+    assert not set(messages._NOT_HERE) & {*known, *messages._ELSEWHERE}
     assert all(f"{ours!r}?" in unknown_key(theirs, known) for theirs, ours in messages._ELSEWHERE.items())

@@ -88,6 +88,15 @@ _VALUES = {
     "scale_rewards": "scale_rewards=none is advantage=group-centered",
     "importance_sampling_level": "importance_sampling_level=sequence is objective.surrogate=gspo",
 }
+# TRL's settings that poise does not have.
+_NOT_HERE = {
+    "num_train_epochs": "poise counts steps, not epochs: set steps=",
+    "lr_scheduler_type": "the learning rate is constant after optim.warmup_steps",
+    "gradient_checkpointing": "poise turns it on where memory requires it",
+    "logging_steps": "metrics.jsonl has every step",
+    "eval_strategy": "evaluation.every= is a number of steps",
+    "save_strategy": "checkpoint_every= is a number of steps",
+}
 # TRL's names for what poise.train takes as an argument.
 _ARGUMENTS_ELSEWHERE = {
     "train_dataset": "data",
@@ -152,6 +161,10 @@ def unknown_key(path: str, known: Sequence[str]) -> str:
         return f"unknown key {path!r}; did you mean {name!r}?"
     if (ours := _ELSEWHERE.get(name.lower())) in known:
         return f"unknown key {path!r}; did you mean {ours!r}? {_VALUES.get(name.lower(), '')}".rstrip()
+    if name.lower() in _NOT_HERE:
+        return f"unknown key {path!r}: {_NOT_HERE[name.lower()]}"
+    if joined := [key for key in known if "." in key and key.replace(".", "_") == path]:  # lora_rank
+        return f"unknown key {path!r}; did you mean {joined[0]!r}?"
     # The last words are compared: the mistake may be the group.
     near = {key: SequenceMatcher(None, name.lower(), re.findall(r"\w+", key)[-1]).ratio() for key in known}
     best = max(near.values())
