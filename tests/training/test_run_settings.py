@@ -32,6 +32,7 @@ def test_a_run_is_measured_on_its_own_task_with_its_own_settings(tmp_path, monke
     }  # fmt: skip
     assert "on task short (people=(2,), depth=1," in shown
     assert "phrasing='plain'" in shown
+    assert "=None" not in shown
     assert "split test, seed 4:" in shown
     assert "3 problems × 1 samples at temperature 0.6, top_p 1, top_k 7, up to 24 tokens; and once greedily" in shown
     cut = after["cut_off"], after["greedy_cut_off"]

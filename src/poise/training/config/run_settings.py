@@ -150,12 +150,13 @@ def _evaluated(key: str) -> bool:
 
 
 def describe_task(config: Config) -> str:
-    """The task with its settings; long ones, such as texts of instructions, only where they were changed."""
+    """The task with its settings; long ones, such as texts of instructions, and None only where they were changed."""
     settings, task = config.task.settings, config.task.build()
     texts = {name: short(value) for name, value in settings.items()}
     if is_dataclass(task):
         values = {field.name: getattr(task, field.name) for field in fields(task) if field.init}
-        texts = {name: short(value) for name, value in values.items() if name in settings or len(repr(value)) < 40}
+        plain = {name for name, value in values.items() if value is not None and len(repr(value)) < 40}
+        texts = {name: short(value) for name, value in values.items() if name in settings or name in plain}
     return config.task.name + (f" ({', '.join(f'{name}={text}' for name, text in texts.items())})" if texts else "")
 
 
