@@ -300,6 +300,7 @@ def test_tasks():
         (["train", "task.name=kkk"], "did you mean 'kk'"),
         (["train", "task.peple=3"], "did you mean 'task.people'"),
         (["train", "--resume"], "run=DIR"),
+        (["train", "demo", "--resume", "runs/x"], "--resume takes one run and no recipe, got demo and runs/x"),
         (["train", "--resume", "run=/nonexistent"], "there is no run in"),
         (["train", "--resume", "/nonexistent"], "there is no run in /nonexistent"),
         (["train", "--resume", "demo", "run=x"], "leave demo out"),

@@ -117,6 +117,8 @@ def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
 def split_arguments(args: list[str], *, resume: bool = False) -> tuple[str | None, list[str]]:
     """The recipe, if one is named, and the settings. To resume, a run folder, whose name may have a ``=``."""
     recipes = [arg for arg in args if "=" not in arg or (resume and is_run(arg))]
+    if resume and len(recipes) > 1:
+        fail(f"--resume takes one run and no recipe, got {' and '.join(recipes)}; write: poise train --resume DIR")
     if len(recipes) > 1:
         fail(f"one recipe at a time, got {' and '.join(recipes)}; settings are written key=value")
     return (recipes[0] if recipes else None), [arg for arg in args if arg not in recipes]
