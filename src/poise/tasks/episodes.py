@@ -60,22 +60,16 @@ def several_turns(task: Task) -> bool:
 
 
 @contextmanager
-def explained(task: Task, problem: Problem | None, what: str = "score()") -> Iterator[None]:
-    """Turn an error of the task's own code into one that names the task, the problem, and the user's file and line.
-
-    Without a problem, an error that was not raised in the user's file passes unchanged.
-    """
+def explained(task: Task, problem: Problem, what: str = "score()") -> Iterator[None]:
+    """Turn an error of the task's own code into one that names the task, the problem, and the user's file and line."""
     try:
         yield
     except (RewardError, TaskError):  # these say it already
         raise
     except (Exception, SystemExit) as error:
-        place = place_of(error)
-        if problem is None and not place:
-            raise
-        raised = f"{what} of task {task.name!r} raised {type(error).__name__}: {error}{place}"
+        raised = f"raised {type(error).__name__}: {error}{place_of(error)}"
         cause = None if isinstance(error, StopIteration) else error  # contextlib would raise that one again instead
-        raise (RewardError(f"{raised} (problem {problem.id})") if problem else TaskError(raised)) from cause
+        raise RewardError(f"{what} of task {task.name!r} {raised} (problem {problem.id})") from cause
 
 
 def heard(task: Task, problem: Problem, said: Any) -> list[Message]:

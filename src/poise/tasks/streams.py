@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
 from random import Random
 from typing import TypeVar
 
 from poise._lib.errors import check_choice, counted, short
+from poise._lib.user_code import place_of
 from poise.tasks.base import SPLITS, Finite, Problem, Split, Task, TaskError
-from poise.tasks.episodes import explained
+from poise.tasks.rewards.base import RewardError
 
 TEST_SHARE = 10  # one meaning in this many is for testing
 PATIENCE = 20_000  # draws in a row that belong to the other split
@@ -28,7 +30,7 @@ def draw(
     do not: playing them raises the error that says why.
     """
     if isinstance(task, Finite):
-        with explained(task, None, "epoch()"):
+        with _blamed(task, "epoch()"):
             problems = list(task.epoch(split, seed, 0)[:count])
         if not problems:
             notes = "".join(f"; {note}" for note in getattr(task, "notes", []))  # such as: all are held out too
@@ -37,7 +39,7 @@ def draw(
         return _fitting(task, problems, fits)
     fitting: list[Problem] = []
     others: list[Problem] = []
-    with explained(task, None, "problems()"):
+    with _blamed(task, "problems()"):
         stream = iter(task.problems(split, seed))
         for _ in range(ROUNDS):
             missing = count - len(fitting)
@@ -106,6 +108,18 @@ def _check_texts(task: Task, problems: Sequence[Problem]) -> None:
             if not isinstance(text, str):
                 what = f"{name} of problem {getattr(problem, 'id', problem)}"
                 raise TaskError(f"task {task.name!r}: {what} must be text, got {short(text)}")
+
+
+@contextmanager
+def _blamed(task: Task, what: str) -> Iterator[None]:
+    """Turn an error of the user's own code into a TaskError with its file and line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TaskError | RewardError) or not (place := place_of(error)):
+            raise
+        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise that one again instead
+        raise TaskError(f"{what} of task {task.name!r} raised {type(error).__name__}: {error}{place}") from cause
 
 
 # Splits
