@@ -1,4 +1,4 @@
-"""Training from Python, with objects: ``poise.train`` and its ``Result``. ``poise train`` calls the same function."""
+"""Training from Python, with objects: ``poise.train`` and its ``Result``."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ def train(
     trust_changed: bool = False,
     **settings: Any,
 ) -> Result:
-    """Train a model, show progress and result, and return the ``Result``.
+    """Train a model, show the progress and the result, and return the ``Result``.
 
     >>> rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(100)]
     >>> result = poise.train(data=rows, reward="number", steps=2, optim={"lr": 1e-4}, evaluation="off")
 
-    ``model`` is a hub id, a folder or a loaded transformers model, of which a copy is trained; ``tokenizer``, or its
-    name, goes with a loaded model. ``data`` is a table of ``datasets``, a list of dicts, a file or a hub id; ``reward``
-    is a name, a function with TRL's signature, or a list of these. ``task``, ``environment``, ``regulator`` and
-    ``algorithm`` are names or objects. ``settings`` are all other settings (docs/reference.md), nested or by their
-    dotted names: ``optim={"lr": 1e-5}``, ``**{"optim.lr": 1e-5}``. They change a ``recipe``: a shipped one, a YAML file
-    or a ``Config``.
+    ``model`` is a hub id, a folder or a loaded transformers model; poise trains a copy of a loaded model. ``tokenizer``
+    is its tokenizer or the tokenizer's name. ``data`` is a table from ``datasets``, a list of dicts, a file or a hub
+    id; ``reward`` is a name, a function with TRL's signature, or a list of these. ``task``, ``environment``,
+    ``regulator`` and ``algorithm`` are names or objects. ``settings`` are all other settings (docs/reference.md),
+    nested or with dotted names: ``optim={"lr": 1e-5}``, ``**{"optim.lr": 1e-5}``. They change the ``recipe``, which is
+    the name of a shipped recipe, a YAML file or a ``Config``.
 
-    ``run`` is the folder to write to. If it has a run already, this one goes to the next free folder, such as
-    ``runs/mine-2``; with ``renumber=False`` that is an error. ``resume`` continues the run in a folder: pass again the
-    objects that have no name, and a larger ``steps`` to train longer. ``callbacks`` follow the run: objects with any
-    of ``on_start(state)``, ``on_step(result)`` and ``on_end(state)``. ``trust`` runs the code that the folder of a
-    resumed run names, ``trust_changed`` continues although code or objects have changed.
+    ``run`` is the folder to write to. If it already has a run, the new run goes to the next free folder, such as
+    ``runs/mine-2``; with ``renumber=False`` this is an error. ``resume`` continues the run in a folder: pass again the
+    objects that have no name, and a larger ``steps`` to train longer. ``callbacks`` are objects with any of the methods
+    ``on_start(state)``, ``on_step(result)`` and ``on_end(state)``. ``trust`` allows the code to run that the folder of
+    a resumed run names; ``trust_changed`` continues although code or objects have changed.
     """
     if problems := unknown_arguments(settings):
         raise ConfigError(*problems)
@@ -91,7 +91,7 @@ def train(
 def _config(
     recipe: str | PathLike[str] | Config | None, changes: Document, resume: str | PathLike[str] | None, *, trust: bool
 ) -> Config:
-    """The settings of a run: a recipe's or, of a resumed one, those in its folder, with changes on top."""
+    """The settings of a recipe or, for a resumed run, the settings in its folder; then changed by ``changes``."""
     if isinstance(recipe, Config):
         return recipe if not changes else restore(merge(recipe.model_dump(mode="json"), changes), trust=True)
     if resume is None:
@@ -103,12 +103,12 @@ def _config(
 
     task, saved = changes.get("task"), RunFolder.open(Path(resume), resume=False).config.get("task")
     if isinstance(task, dict) and isinstance(saved, dict) and {task.get("name"), saved.get("name")} <= {*DATA_TASKS}:
-        task["name"] = saved["name"]  # data=… means the run's own task
+        task["name"] = saved["name"]  # data=… keeps the run's own task
     return of_run(os.fspath(resume), {**changes, "run": os.fspath(resume)}, trust=trust)
 
 
 class Result:
-    """The result of a run: its folder, its figures and the trained model.
+    """The result of a run: its folder, its metrics and the trained model.
 
     ``summary`` is the content of ``summary.json``, ``run`` the run's folder, ``config`` its settings.
     """
@@ -121,7 +121,7 @@ class Result:
 
     @property
     def curves(self) -> Any:
-        """The metrics, one row for each step: a DataFrame if pandas is installed, else a list of dicts."""
+        """The metrics, one row per step: a DataFrame if pandas is installed, else a list of dicts."""
         rows = self._folder.metrics()
         try:
             from pandas import DataFrame  # type: ignore[import-untyped]
@@ -156,11 +156,11 @@ class Result:
         from poise.models.loading import load_model
 
         config = self.config
-        with self._objects.available():  # the base model of an adapter may be one of them
+        with self._objects.available():  # an adapter's base model may be such an object
             return load_model(str(self.run), device=config.device, dtype=config.dtype, remote_code=config.remote_code)
 
     def _line(self) -> str:
-        """Steps and, if it was measured, accuracy."""
+        """Text: the steps and, if measured, the accuracy."""
         ends = [self.summary.get(when) for when in ("before", "after")]
         accuracy = [end["accuracy"] for end in ends if end is not None]
         measured = f", held-out accuracy {accuracy[0]:.3f} → {accuracy[1]:.3f}" if len(accuracy) == 2 else ""
@@ -170,7 +170,7 @@ class Result:
         return f"<poise run {str(self.run)!r}: {self._line()}>"
 
     def _repr_html_(self) -> str:
-        """In a notebook: the result in a line, and the curves."""
+        """For notebooks: one line about the result, and the curves."""
         from poise.runs.plots import draw  # imports matplotlib
         from poise.runs.subscribers.summary import with_ends
 

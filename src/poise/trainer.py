@@ -1,7 +1,7 @@
-"""The training loop, top to bottom: problems, trajectories, a batch, phases, an update; then the subscribers.
+"""The training loop, from top to bottom: problems, trajectories, a batch, phases, an update; then the subscribers.
 
-A step's random numbers depend on the run's seed and the step's number alone. So a checkpoint holds weights, optimizer
-state and the ``State`` of the run, and a resumed run continues bit for bit.
+A step's random numbers depend only on the run's seed and the step's number. So weights, optimizer state and the
+``State`` of the run are all that a checkpoint needs, and a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def train(
 ) -> dict[str, Any]:
     """Train with this config into its run folder, show the result, and return the contents of ``summary.json``.
 
-    ``before`` is the accuracy before training, if another run of the same model has measured it in the same way. If
-    the folder has a run already, this one goes to the next free folder, such as ``runs/mine-2``; with
-    ``renumber=False`` that is an error. ``trust_changed`` resumes a run although the user's own code was edited since
-    it began. ``callbacks`` follow the run: objects with any of ``on_start(state)``, ``on_step(result)`` and
-    ``on_end(state)``; ``on_step`` ends the run after a step by returning False (``runs/subscribers``). Training on a
-    CPU makes the C library keep freed memory for the rest of the process (``_lib/device.py``).
+    Pass ``before``, the evaluation before training, if another run has already measured the same model with the same
+    settings. If the folder already has a run, the new run goes to the next free folder, such as ``runs/mine-2``; with
+    ``renumber=False`` this is an error. ``trust_changed`` resumes a run although the user's own code was edited since
+    it began. ``callbacks`` are objects with any of the methods ``on_start(state)``, ``on_step(result)`` and
+    ``on_end(state)``. The run ends if ``on_step`` returns False (``runs/subscribers``). After training on a CPU, the C
+    library keeps freed memory for the rest of the process (``_lib/device.py``).
     """
     check_callbacks(callbacks)
     if renumber and not resume:
@@ -74,7 +74,7 @@ def train(
 
 
 class Trainer:
-    """The loop over the steps of one run. Without ``components`` it builds them from the config."""
+    """Runs the steps of one run. Without ``components``, it builds them from the config."""
 
     def __init__(
         self, config: Config, folder: RunFolder, components: Components | None = None, *, quiet: bool = False
@@ -88,9 +88,9 @@ class Trainer:
         self.notes = built.notes
 
     def run(self, before: dict[str, Any] | None = None, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
-        """Continue from the newest checkpoint, or begin; train to the last step; evaluate before and after.
+        """Start, or continue from the newest checkpoint; train to the last step; evaluate before and after.
 
-        Subscribers are told of a step before its checkpoint is saved, so a step that is saved has been logged.
+        Subscribers hear of a step before its checkpoint is saved, so every saved step has been logged.
         """
         config, folder, sampler, checkpoints = self.config, self.folder, self.sampler, self.checkpoints
         state, settings = checkpoints.restore(), config.model_dump(mode="json")
@@ -136,7 +136,7 @@ class Trainer:
         return summary.contents
 
     def steps(self, state: State) -> Iterator[StepResult]:
-        """Take step after step from this state on, until ``steps`` or ``budget`` ends the run."""
+        """Take steps from this state on, until ``steps`` or ``budget`` ends the run."""
         while state.ending(self.config.steps, self.config.budget) is None:
             with self._explained(state.step + 1):
                 result = self.step(state)
@@ -144,7 +144,7 @@ class Trainer:
             yield result
 
     def step(self, state: State) -> StepResult:
-        """One step: problems, trajectories, a batch, phases, an update, and the metrics of all of them."""
+        """Take one step: problems, trajectories, a batch, phases, an update. Returns its result with the metrics."""
         config, clock, number = self.config, Clock(), state.step + 1
         seed, task = derived_seed(config.seed, number), self.sampler.task
         sampler = self.sampler.at(state.progress(config, task))
@@ -163,8 +163,8 @@ class Trainer:
             batch = self.make_batch(trajectories) if trajectories else None
         metrics = {} if batch is None else response_metrics(trajectories, batch, config.objective)
         metrics |= {**counted_metrics(sampler.counts), **failures, "tokens/total": state.tokens}
-        if batch is None:  # no reward applied, so there is nothing to learn
-            self.checkpoints.weights_of = number  # the same weights, one step further
+        if batch is None:  # no reward applied, so there is nothing to train on
+            self.checkpoints.weights_of = number  # the weights are unchanged
             return StepResult(state, metrics | {"optim/steps": 0.0}, clock, ending)
         metrics |= metrics_of(self.algorithm, trajectories)
         with clock("regulate"):
@@ -186,7 +186,7 @@ class Trainer:
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """Say what to do if memory runs out or the model diverges, and write down what ended the run."""
+        """If memory runs out or the model diverges, record it in the folder and raise an error that says what to do."""
         try:
             yield
         except OutOfMemoryError as error:
@@ -200,7 +200,7 @@ class Trainer:
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raise TypeError unless each of the user's callbacks handles an event."""
+    """Raise TypeError unless every callback handles an event."""
     for each in callbacks:
         if isinstance(each, type) or not any(callable(getattr(each, event, None)) for event in EVENTS):
             raise TypeError(
@@ -209,6 +209,6 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 def tell(subscribers: Sequence[Any], event: str, what: Any) -> bool:
-    """Call the method ``event`` of all subscribers that have it, in order. False if one of them asks to end the run."""
+    """Call the method ``event`` of all subscribers that have it, in order. False if a subscriber ends the run."""
     answers = [getattr(each, event)(what) for each in subscribers if hasattr(each, event)]
     return not any(answer is False for answer in answers)

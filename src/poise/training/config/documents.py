@@ -1,4 +1,4 @@
-"""Recipes as plain documents: YAML files, inheritance, overrides. ``schema`` gives the keys their meaning."""
+"""Reads recipes as plain documents: YAML files, inheritance, overrides. ``schema`` defines the keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from poise.runs.listing import is_comparison
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 LARGEST = 100_000  # characters of a recipe or an override
-DEEPEST = 20  # levels of a document, and recipes that inherit from each other
+DEEPEST = 20  # levels in a document, and recipes in a chain of inheritance
 # Short forms of task settings. ``data`` is a name or a group: ``data=NAME`` is ``data.name=NAME``.
 SHORT_FORMS = {
     "environment": "factory",
@@ -34,14 +34,17 @@ SHORT_FORMS = {
     "reward_timeout": "reward_timeout",
     "reward_quick": "reward_quick",
 }
-SHORT_NAMES = {"environment": "environment", "data": "data"}  # the task they imply; the first wins, as it may take data
+SHORT_NAMES = {
+    "environment": "environment",
+    "data": "data",
+}  # the implied task; environment wins
 DATA_TASKS = ("data", "math")
 
 Document = dict[str, Any]
 
 
 class ConfigError(UserError, ValueError):
-    """An invalid configuration: ``problems`` holds a line for each mistake."""
+    """An invalid configuration. ``problems`` has one line per mistake."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -57,15 +60,15 @@ def recipes() -> list[str]:
 
 
 def read(recipe: str | Path, *, shipped: bool = True) -> Document:
-    """The document of a recipe, with what it inherits filled in; without ``shipped``, only of the user's files."""
+    """The document of a recipe merged with its bases. Without ``shipped``, shipped recipes count as empty."""
     return _read(_find(recipe), (), shipped)
 
 
 def merge(below: Document, above: Document) -> Document:
-    """``above`` on top of ``below``: groups are merged, anything else is replaced."""
+    """``above`` on top of ``below``: groups are merged, other values are replaced."""
     task, other = below.get("task"), above.get("task")
     if isinstance(task, dict) and isinstance(other, dict) and "name" in other and other["name"] != task.get("name"):
-        below = below | {"task": {}}  # another task has other settings
+        below = below | {"task": {}}  # the other task has different settings
     return _merge(below, above)
 
 
@@ -77,13 +80,13 @@ def _merge(below: Document, above: Document) -> Document:
     return merged
 
 
-PLACEHOLDER = re.compile(r"\s*\{\w+\}")  # of a template; a group would have a colon
+PLACEHOLDER = re.compile(r"\s*\{\w+\}")  # a placeholder of a template; a group would have a colon
 
 
 def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | None = None) -> Document:
     """The document of ``key=value`` texts.
 
-    ``short_keys`` has the dotted key for each key that may be written without its group.
+    ``short_keys`` maps each key that may be written without its group to its dotted key.
     """
     document: Document = {}
     problems = []
@@ -112,7 +115,7 @@ def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | No
 
 
 def join_settings(settings: Mapping[str, Any]) -> Document:
-    """The document of settings by their dotted keys, ``{"optim.lr": 1e-6, "task": {"name": "kk"}}``."""
+    """The document of settings with dotted keys, such as ``{"optim.lr": 1e-6, "task": {"name": "kk"}}``."""
     document: Document = {}
     for key, value in settings.items():
         setting = nested(key.split("."), value)
@@ -133,7 +136,7 @@ def _in_both(one: Any, other: Any, path: str = "") -> list[str]:
 def nested(path: Sequence[str], value: Any) -> Document:
     """A document with one setting."""
     if list(path) == ["data"] and not isinstance(value, dict):
-        path = ["data", "name"]  # beside data.config
+        path = ["data", "name"]  # next to data.config
     for part in reversed(path[1:]):
         value = {part: value}
     return {path[0]: value}
@@ -144,7 +147,7 @@ def expand_short_forms(document: Document) -> Document:
     document = _flat_data(document)
     short_forms = [key for key in SHORT_FORMS if key in document]
     task = document.get("task", {})
-    if not short_forms or not isinstance(task, dict):  # a task that is no group is refused by the schema
+    if not short_forms or not isinstance(task, dict):  # the schema refuses a task that is no group
         return document
     problems = [
         f"{key} is short for task.{SHORT_FORMS[key]}, and both are given: leave one of them out"
@@ -178,7 +181,7 @@ def _flat_data(document: Document) -> Document:
 
 
 class YamlError(ValueError):
-    """A text that cannot be read as YAML. ``line`` counts from 1; 0 if the line is not known."""
+    """A text that cannot be read as YAML. ``line`` counts from 1; it is 0 if the line is unknown."""
 
     def __init__(self, reason: str, line: int = 0) -> None:
         super().__init__(reason)
@@ -186,9 +189,9 @@ class YamlError(ValueError):
 
 
 def parse(text: str) -> Any:
-    """The value of a YAML 1.2 text: 1e-6 is a number, off and dates are text, a key given twice is an error.
+    """The value of a YAML 1.2 text: 1e-6 is a number, off and dates are text, a repeated key is an error.
 
-    Whatever is wrong with the text is a ``YamlError``.
+    Every error in the text raises ``YamlError``.
     """
     if len(text) > LARGEST:
         raise YamlError(f"it has more than {LARGEST:,} characters")
@@ -203,12 +206,12 @@ def parse(text: str) -> Any:
         if "<stream end>" in reason or "unexpected end of stream" in reason:
             reason = "it ends too early: a bracket or a quote is not closed"
         raise YamlError(_first_line(reason), mark.line + 1 if mark else 0) from None
-    except (ValueError, TypeError, LookupError) as error:  # ruamel trips over !!int x
+    except (ValueError, TypeError, LookupError) as error:  # ruamel raises these for texts such as !!int x
         raise YamlError(f"cannot read a value: {_first_line(str(error))}") from None
 
 
 class _Composer(Composer):
-    """Refuses aliases of lists and groups: with these, a few lines can mean billions of values."""
+    """Refuses aliases of lists and groups: with these, a few lines can expand to billions of values."""
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         alias = self.parser.peek_event() if self.parser.check_event(AliasEvent) else None
@@ -231,9 +234,10 @@ def _first_line(text: str) -> str:
 
 
 def read_typed(override: str) -> Any:
-    """The value of a text ``key=value``: YAML, except that sentences stay as they are typed.
+    """The value of a text ``key=value``, read as YAML, except that a sentence stays as typed.
 
-    YAML would cut ``End with #### 42`` at the sign, make a group of ``Be brief: answer`` and refuse ``{question} Go``.
+    YAML would cut ``End with #### 42`` at the ``#``, turn ``Be brief: answer`` into a group and refuse ``{question}
+    Go``.
     """
     written = override.partition("=")[2]
     if PLACEHOLDER.match(written):
@@ -250,7 +254,7 @@ def read_typed(override: str) -> Any:
 
 
 def too_deep(value: Any, levels: int = DEEPEST) -> bool:
-    """Whether groups and lists are nested deeper than any setting needs."""
+    """Whether groups and lists are nested more deeply than any setting needs."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
     return parts is not None and (levels == 0 or any(too_deep(part, levels - 1) for part in parts))
 
@@ -294,7 +298,7 @@ def _read(path: Path, below: tuple[Path, ...], shipped: bool) -> Document:
 
 
 def _find(recipe: str | Path, beside: Path | None = None) -> Path:
-    """The file of a recipe: a shipped one of that name, or the file at that path, relative to the folder ``beside``."""
+    """The file of a recipe: the shipped recipe of that name, or the path, relative to the folder ``beside``."""
     name, shipped = str(recipe), recipes()
     if name in shipped:
         return FOLDER / f"{name}.yaml"

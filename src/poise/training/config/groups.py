@@ -1,4 +1,4 @@
-"""Groups of settings: the task, sampling, the optimizer, evaluation, LoRA. The objective's are in the core."""
+"""Groups of settings: task, sampling, optimizer, evaluation, LoRA. The objective's settings are in the core."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from poise.sampling import MAX_TOKENS, VLLM_MEMORY, EngineName
 
 
 def _number(value: Any) -> Any:
-    # pydantic would take true for 1 and "3" for 3.
+    # pydantic would accept true as 1 and "3" as 3.
     if isinstance(value, bool | str):
         raise ValueError("must be a number")
     return value
@@ -38,50 +38,50 @@ def _valid_text(value: str) -> str:
     return value
 
 
-LARGEST = 2**31 - 1  # so that counts and seeds fit wherever they go
+LARGEST = 2**31 - 1  # so that counts and seeds fit into 32 bits
 Whole = Annotated[int, BeforeValidator(_number), Field(ge=-LARGEST, le=LARGEST)]
 Real = Annotated[float, BeforeValidator(_number)]
-TokenCount = Annotated[int, BeforeValidator(_number), Field(ge=1, le=2**53)]  # beyond, floats would not be exact
+TokenCount = Annotated[int, BeforeValidator(_number), Field(ge=1, le=2**53)]  # larger floats would not be exact
 Count = Annotated[Whole, Field(ge=1)]
 CountOrZero = Annotated[Whole, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_valid_text)]
 
 
 class Group(BaseModel):
-    """A group of settings. Unknown keys are errors, and nothing changes after validation."""
+    """A group of settings. Unknown keys are errors. It is immutable after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def lists_for_tuples(value: Any) -> Any:
-    """The value with lists in place of tuples, so that it is the same after a trip through YAML or JSON."""
+    """The value with tuples replaced by lists, so that it stays the same when written to and read from YAML or JSON."""
     if isinstance(value, dict):
         return {key: lists_for_tuples(part) for key, part in value.items()}
     return [lists_for_tuples(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value can be written to a file of settings."""
+    """Whether a value can be written to a settings file."""
     if isinstance(value, dict | list | tuple):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return value is None or isinstance(value, str | Number | os.PathLike)
 
 
 class TaskConfig(Group):
-    """A task by name. Every other key is a setting of that task: ``task: {name: kk, people: 3-7}``."""
+    """A task by name. All other keys are settings of that task: ``task: {name: kk, people: 3-7}``."""
 
     model_config = ConfigDict(extra="allow")
 
     name: Text
     """kk, frozenlake, …, or one of your own: file.py:Class."""
     prefill: Annotated[str, Field(exclude_if=lambda text: not text)] = ""
-    """How every reply begins, such as ``<think>``. The model continues from there; the text is scored with the reply,
-    and its tokens are not trained. A ``<think>`` that the chat template opens needs no prefill."""
-    _task: tasks.Task = PrivateAttr()  # built once: a task may hold a whole dataset
+    """The beginning of every reply, such as ``<think>``. The model continues from there; the text is scored as part of
+    the reply, but its tokens are not trained. If the chat template opens ``<think>``, you need no prefill."""
+    _task: tasks.Task = PrivateAttr()  # built once, because a task may contain a whole dataset
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The task's settings as they were written; those left out have the task's defaults."""
+        """The task's settings as written; the others have the task's defaults."""
         return dict(self.model_extra or {})
 
     def build(self) -> tasks.Task:
@@ -116,7 +116,7 @@ class TaskConfig(Group):
                 about = {"key": key, "allowed": tasks.settings_of(self.name), "hint": tasks.settings_hint(self.name)}
                 raise PydanticCustomError("unknown_setting", "unknown setting {key}", about)
             self._task = tasks.get(self.name, **self.settings)
-        except (TypeError, OSError, tasks.TaskError) as error:  # pydantic turns only a ValueError into a message
+        except (TypeError, OSError, tasks.TaskError) as error:  # pydantic reports only a ValueError
             raise ValueError(str(error)) from None
         return self
 
@@ -127,16 +127,16 @@ class RolloutConfig(Group):
     max_tokens: Count = MAX_TOKENS
     """Longest response; in episodes of several turns, longest reply."""
     max_episode_tokens: Count | None = None
-    """Longest episode, replies and what the environment says, without the prompt; null: as the model's positions allow.
-    An episode that reaches it is scored as it stands, and counts as cut off."""
+    """Longest episode: replies and the environment's text, without the prompt; null: limited by the model's positions.
+    An episode that reaches the limit is scored as it stands, and counts as cut off."""
     temperature: Annotated[Real, Field(ge=1e-6)] = 1.0
-    """Divides the logits, in the loss too."""
+    """Divides the logits, in sampling and in the loss."""
     batch: CountOrZero = 0
     """Sequences decoded together; 0: all of a step."""
     max_prompt: Count = 512
     """Longest prompt, in tokens."""
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1: off. Probability ratios and entropies are still of the full distribution."""
+    """Nucleus sampling; 1: off. Probability ratios and entropies still use the full distribution."""
     top_k: CountOrZero = 0
     """Sample among this many likeliest tokens; 0: off."""
     engine: EngineName = "auto"
@@ -144,9 +144,9 @@ class RolloutConfig(Group):
     vllm_memory: Annotated[Real, Field(gt=0, le=1)] = VLLM_MEMORY
     """Share of the device's memory for vLLM."""
     old_logp: Literal["sampled", "recomputed"] = "sampled"
-    """The old policy's log-probabilities: the sampler's, or from a forward pass of the training model, which costs
-    time. Use the pass if the sampler computes differently from the trainer; in half precision a surrogate with bounds
-    below 0.01 (gspo) always uses it."""
+    """The old policy's log-probabilities: from the sampler, or recomputed by a forward pass of the training model,
+    which costs time. Recompute them if the sampler computes differently from the trainer. In half precision they are
+    always recomputed for a surrogate with bounds below 0.01 (gspo)."""
 
     @property
     def longest(self) -> int:
@@ -175,18 +175,18 @@ class OptimConfig(Group):
     eight_bit: bool = False
     """AdamW's moments in 8 bits, by bitsandbytes: 2 bytes per trained weight instead of 8."""
     grad_clip: Annotated[Real, Field(gt=0)] = 1.0
-    """Largest norm of a gradient; a longer one is scaled down."""
+    """Largest norm of a gradient; larger gradients are scaled down."""
     warmup_steps: CountOrZero = 0
-    """Steps over which the learning rate rises to lr."""
+    """Steps during which the learning rate rises to lr."""
     mini_batch: CountOrZero = 0
     """Most responses per optimizer step; a batch is split evenly. 0: one step per batch."""
     same_order: bool = False
     """Every phase has the same mini-batches in the same order; false: shuffled for each phase."""
     average_over: CountOrZero = 0
-    """token-mean in two stages: over the tokens of this many responses, then over these parts of a mini-batch; 0: over
-    all tokens of the mini-batch."""
+    """token-mean in two stages: the mean over the tokens of a part (this many responses), then the mean over the parts
+    of a mini-batch; 0: the mean over all tokens of the mini-batch."""
     micro_tokens: Count | None = None
-    """Tokens per pass: memory and speed, not the result; null: chosen by device and model size."""
+    """Most tokens per pass. This changes memory and speed, not the result; null: chosen by device and model size."""
 
     @property
     def moment_bytes(self) -> float:
@@ -194,7 +194,7 @@ class OptimConfig(Group):
         return 2 * (1 + 4 / 256) if self.eight_bit else 8.0
 
 
-HELD_OUT = 1000  # problems of a comparison; see docs/compare.md
+HELD_OUT = 1000  # problems in a comparison; see docs/compare.md
 
 
 class EvaluationConfig(Group):
@@ -224,7 +224,7 @@ class EvaluationConfig(Group):
 class LoraConfig(Group):
     """LoRA: train low-rank adapters instead of all weights.
 
-    There is no dropout: the update must see the policy that sampled.
+    There is no dropout, because the update must use the policy that sampled.
     """
 
     rank: Count = 16

@@ -29,7 +29,7 @@ _PHRASES = {
     "dataclass_type": "must be a group of settings, {key: value}",
     "tuple_type": "must be a list",
 }
-# What a text setting must hold, for the message about another value.
+# What a text setting expects, for the message about a value of another type.
 _TEXTS = {
     "task.name": "the name of a task (poise tasks lists them), or file.py:Class",
     "regulator": "a method, or several joined by |, such as ar(alpha=0.3) | lopti; poise compare tries one after the "
@@ -39,7 +39,7 @@ _TEXTS = {
     "model": "a folder, or a name on the hub; a number goes in quotes: model='\"3\"'",
     "run": "a folder; a number goes in quotes: run='\"3\"'",
 }
-# TRL's and verl's names of settings whose spelling is not close to ours.
+# TRL's and verl's names of our settings, if the spelling is not close.
 _ELSEWHERE = {
     "learning_rate": "optim.lr",
     "max_grad_norm": "optim.grad_clip",
@@ -82,13 +82,13 @@ _ELSEWHERE = {
     "num_iterations": "regulator",
     "log_completions": "rollouts_every",
 }
-# Where the value changes too.
+# Settings of TRL whose value changes too.
 _VALUES = {
     "num_iterations": 'num_iterations=2 is regulator="grpo(passes=2)"',
     "scale_rewards": "scale_rewards=none is advantage=group-centered",
     "importance_sampling_level": "importance_sampling_level=sequence is objective.surrogate=gspo",
 }
-# TRL's settings that poise does not have.
+# TRL's settings that poise does not have, and what to use instead.
 _NOT_HERE = {
     "num_train_epochs": "poise counts steps, not epochs: set steps=",
     "lr_scheduler_type": "the learning rate is constant after optim.warmup_steps",
@@ -97,7 +97,7 @@ _NOT_HERE = {
     "eval_strategy": "evaluation.every= is a number of steps",
     "save_strategy": "checkpoint_every= is a number of steps",
 }
-# TRL's names for what poise.train takes as an argument.
+# TRL's names for arguments of poise.train.
 _ARGUMENTS_ELSEWHERE = {
     "train_dataset": "data",
     "eval_dataset": "task.test_file",
@@ -118,7 +118,7 @@ _WORDS = {
 
 
 def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
-    """One line for one problem: the field, its value and what is allowed. ``known`` lists all dotted keys."""
+    """One line about a problem: the field, its value and what is allowed. ``known`` lists all dotted keys."""
     path = ".".join(str(part)[:LONGEST] for part in problem["loc"])
     kind, value = problem["type"], problem["input"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -131,7 +131,7 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
         return unknown_key(".".join([*path.split(".")[:-1], str(value)[:LONGEST]]), known)
     if kind == "value_error":
         reason = problem["msg"].removeprefix("Value error, ")
-        if isinstance(value, dict):  # the message about a whole group names the field itself
+        if isinstance(value, dict):  # a message about a whole group names the field already
             return f"{path}: {reason.removeprefix(f'{path}: ')}" if path else reason
         return f"{path} = {short(value)}: {reason}"
     reason = _PHRASES.get(kind) or problem["msg"]
@@ -146,7 +146,7 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def unknown_arguments(names: Iterable[str]) -> list[str]:
-    """The messages about arguments of ``GRPOTrainer`` that have another name in ``poise.train``."""
+    """Messages about arguments that have the names of ``GRPOTrainer``'s, not those of ``poise.train``'s."""
     return [
         f"unknown argument {name!r}; did you mean {_ARGUMENTS_ELSEWHERE[name]!r}? docs/python.md has TRL's other names"
         for name in names
@@ -165,7 +165,7 @@ def unknown_key(path: str, known: Sequence[str]) -> str:
         return f"unknown key {path!r}: {_NOT_HERE[name.lower()]}"
     if joined := [key for key in known if "." in key and key.replace(".", "_") == path]:  # lora_rank
         return f"unknown key {path!r}; did you mean {joined[0]!r}?"
-    # The last words are compared: the mistake may be the group.
+    # Compare only the last words, because the mistake may be the group.
     near = {key: SequenceMatcher(None, name.lower(), re.findall(r"\w+", key)[-1]).ratio() for key in known}
     best = max(near.values())
     if best >= 0.6:

@@ -1,4 +1,4 @@
-"""The settings of a run folder or a model, for commands that resume a run, measure it or show it."""
+"""The settings of a run folder or a model, for commands that resume, measure or show it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from poise.training.config.groups import EvaluationConfig, RolloutConfig
 from poise.training.config.messages import unknown_key
 from poise.training.config.schema import GRPO, Config, keys, restore
 
-# How ``poise eval`` measures a model that no run made.
+# Settings with which ``poise eval`` measures a model that is not from a run.
 _MEASUREMENT: Document = {"rollout": {"max_tokens": 512, "batch": 256}, "evaluation": {"samples": 8}}
-# What poise eval accepts without its group: the keys of evaluation and rollout.
+# Keys that poise eval accepts without their group: the keys of evaluation and rollout.
 SHORT_KEYS = {
     **{name: f"rollout.{name}" for name in RolloutConfig.model_fields},
     **{name: f"evaluation.{name}" for name in EvaluationConfig.model_fields if name != "every"},
 }
-# What changes an evaluation.
+# Settings that change an evaluation.
 _EVALUATED = ("task", "rollout", "evaluation", "device", "dtype", "remote_code", "revision", "template")
-_SHOWN = ("task", "model", "revision", "template", "remote_code")  # what changes the prompt
+_SHOWN = ("task", "model", "revision", "template", "remote_code")  # settings that change the prompt
 
 
 def run_of(model: str) -> str | None:
-    """The run folder that a model belongs to, if it is a run, a checkpoint of one, or the model in a checkpoint."""
+    """The run folder of a model that is a run, a checkpoint of a run, or the model in a checkpoint; else None."""
     place = Path(model)
     above = [folder.parent for folder in place.absolute().parents if folder.name == "checkpoints" and place.is_dir()]
     return next((str(folder) for folder in (place, *above) if is_run(folder)), None)
 
 
 def starting_model(model: str) -> str:
-    """The model with which the run of ``model`` started; ``model`` itself if no run made it."""
+    """The model with which the run of ``model`` started; ``model`` itself if it is not from a run."""
     run = run_of(model)
     settings: Document = {} if run is None else RunFolder.open(run, resume=False).config
     named, revision = settings.get("model"), settings.get("revision")
@@ -47,16 +47,17 @@ def starting_model(model: str) -> str:
 
 
 def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool = True) -> Config:
-    """The settings of the run in a folder, changed. Code that the run names is loaded only with ``trust``.
+    """The settings of the run in a folder, with changes. Code that the run names is loaded only with ``trust``.
 
-    Without ``regulator`` the run's regulator stays a text: a command that only samples does not need its code.
+    Without ``regulator`` the run's regulator remains a text, because a command that only samples does not need its
+    code.
     """
     document = RunFolder.open(path, resume=False).config
     return _restored(document, changes, f"the run in {path}", trust=trust, regulator=regulator)
 
 
 def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
-    """The settings for ``poise eval``: those of the model's run or folder, changed by ``overrides``."""
+    """The settings for ``poise eval``: the model's run or folder gives them, ``overrides`` change them."""
     changes = split_overrides(overrides, SHORT_KEYS)
     evaluation = changes.get("evaluation")
     if isinstance(evaluation, dict) and evaluation.get("temperature") == 0:
@@ -73,7 +74,7 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
     if isinstance(evaluation, dict) and evaluation.get("problems") == 0:
         raise ConfigError("problems = 0: must be at least 1")
     measured = document.get("evaluation")
-    if isinstance(measured, dict) and measured.get("problems") == 0:  # the run measured nothing
+    if isinstance(measured, dict) and measured.get("problems") == 0:  # the run had no evaluation
         own = measured != EvaluationConfig(problems=0).model_dump(mode="json")  # samples and temperature are the user's
         more = {} if own else _MEASUREMENT["evaluation"]
         document = merge(document, {"evaluation": {"problems": EvaluationConfig().problems, **more}})
@@ -82,16 +83,16 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
 
 
 def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
-    """The settings for ``poise diagnose``: those of the model's run, or a recipe's with small batches."""
+    """The settings for ``poise diagnose``: from the model's run, or from a recipe with small batches."""
     changes = split_overrides(overrides)
     if "regulator" in changes:
         raise ConfigError("regulator: name the methods to measure with --regulator, once for each")
     changes["model"] = model
     if (run := run_of(model)) is not None:
-        RunFolder.open(run, resume=False).newest()  # raises where there is none
+        RunFolder.open(run, resume=False).newest()  # raises an error if the run has no checkpoint
         return of_run(run, changes, trust=trust, regulator=False)
     locate(model)
-    if model in SHIPPED:  # within a minute on a laptop
+    if model in SHIPPED:  # small, to finish within a minute on a laptop
         document = merge(read("demo"), {"prompts": 6}) | _folder_task(model)
     else:
         document = merge(read("grpo"), {"prompts": 8, "rollout": {"max_tokens": 512}})
@@ -115,15 +116,15 @@ def task_to_show(words: Sequence[str]) -> tuple[Config, str]:
 
 
 def _restored(document: Document, changes: Document, source: str, *, trust: bool, regulator: bool = True) -> Config:
-    """An untrusted ``document``, with changes that the user typed or passed from Python."""
+    """The settings of an untrusted ``document``, with changes that the user typed or passed from Python."""
     document = merge(document, changes)
-    if "model" in changes:  # the revision of the run is of the model that it began with
+    if "model" in changes:  # the run's revision belongs to the model with which it began
         document["revision"] = changes.get("revision")
-    own: Document = {}  # settings that are put back unchecked
+    own: Document = {}  # settings that are added again without a check
     if not regulator:
         own["regulator"] = str(document.get("regulator", GRPO))
         document["regulator"] = GRPO
-    if changes.get("remote_code") is True:  # the user's own word, not the run's
+    if changes.get("remote_code") is True:  # the user asks for it, not the run
         own["remote_code"], document["remote_code"] = True, False
     if needed := live.missing(document):
         way = f"pass the same objects to {live.resume_call(document, document.get('run', 'DIR'))}"
@@ -133,7 +134,7 @@ def _restored(document: Document, changes: Document, source: str, *, trust: bool
 
 
 def _folder_task(model: str) -> Document:
-    """The task that a model was made for: ``warmstart.yaml`` beside its weights says; nothing for others."""
+    """The task for which a model was made, from ``warmstart.yaml`` next to its weights; empty without this file."""
     path = SHIPPED.get(model, Path(model)) / "warmstart.yaml"
     try:
         settings = parse(path.read_text(encoding="utf-8"))
@@ -150,7 +151,7 @@ def _evaluated(key: str) -> bool:
 
 
 def describe_task(config: Config) -> str:
-    """The task with its settings; long ones, such as texts of instructions, and None only where they were changed."""
+    """The task with its settings. Long ones, such as instructions, and None appear only if they were changed."""
     settings, task = config.task.settings, config.task.build()
     texts = {name: short(value) for name, value in settings.items()}
     if is_dataclass(task):
@@ -170,8 +171,8 @@ def describe_sampling(config: Config, temperature: float) -> str:
 def differences(saved: Document, now: Document) -> Iterator[tuple[str, Any, Any]]:
     """The settings that differ: their dotted keys, with both values.
 
-    A setting that an older version lacked counts as equal, and so does the same regulator spelled differently. ``now``
-    is the user's own; ``saved`` may be anybody's, and code that only ``saved`` names is not loaded.
+    A setting that an older version lacked counts as equal, and so does the same regulator in another spelling. ``now``
+    comes from the user. ``saved`` is untrusted, so code that only ``saved`` names is not loaded.
     """
     before, after = dict(dotted(merge(now, saved))), dict(dotted(now))
     for key in before | after:
@@ -180,11 +181,11 @@ def differences(saved: Document, now: Document) -> Iterator[tuple[str, Any, Any]
             yield key, old, new
     saved_template, template = saved.get("template"), now.get("template")
     if isinstance(saved_template, dict) and isinstance(template, dict) and saved_template.keys() < template.keys():
-        yield "template", saved_template, template  # every argument counts
+        yield "template", saved_template, template  # an added argument counts as a difference
 
 
 def _same_regulator(saved: Any, now: Any) -> bool:
-    """Whether two texts mean the same: ``ar`` and ``ar(alpha=0.2)``."""
+    """Whether two texts mean the same regulator, such as ``ar`` and ``ar(alpha=0.2)``."""
     try:
         with user_code.untrusted("the run", [now]):
             return regulators.text(regulators.parse(saved)) == regulators.text(regulators.parse(now))

@@ -1,13 +1,13 @@
-"""The settings of a run: defaults that work, read from a recipe and changed by overrides.
+"""The settings of a run: defaults, changed by a recipe and by overrides.
 
 >>> config = load("grpo", ["regulator=ar(alpha=0.3)", "task.people=3-5", "optim.lr=2e-6"])
 >>> print(dump(config))
 
-A recipe is a YAML file with the keys of ``Config``, or the name of one that ships with the package; ``base: name`` (or
-a path) inherits from another. ``load`` reports all problems at once, in one ``ConfigError`` with a line for each.
+A recipe is a YAML file with the keys of ``Config``, or the name of a shipped recipe; ``base: name`` (or a path)
+inherits from another recipe. ``load`` reports all problems at once, in one ``ConfigError`` with a line for each.
 
-torch takes seconds to import, so it is imported only once something must be built that needs it: most mistakes are
-answered before.
+torch takes seconds to import, so this module imports it only to build objects that need it: most mistakes are reported
+before.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "ConfigError", "dump", "keys", "load", "recipes", "restore"]
 
-MOST_PROBLEMS = 20  # explained at once
-TASK = (("task",), ("task", "name"))  # where pydantic misses a task
-MOST_RESPONSES = 1_000_000  # in a step: more is a typing error
-GRPO = "grpo"  # the default regulator and algorithm, known without building them
+MOST_PROBLEMS = 20  # problems in one error
+TASK = (("task",), ("task", "name"))  # the locations of pydantic's error about a missing task
+MOST_RESPONSES = 1_000_000  # per step; more is probably a typing error
+GRPO = "grpo"  # the default regulator and algorithm, accepted without building them
 
 
 class Config(Group):
@@ -102,13 +102,14 @@ class Config(Group):
     regulator: Text = GRPO
     """Token weights: a name, or a text such as "ar(alpha=0.3) | lopti"."""
     algorithm: Text = GRPO
-    """What is sampled and compared: a name, or a text such as "rltr(transfer=0.5)"."""
+    """Decides what a step samples and compares: a name, or a text such as "rltr(transfer=0.5)"."""
     advantage: Text = ADVANTAGE
-    """group-zscore or group-centered: compared with its group; leave-one-out: with the others of its group.
-    reinforce-pp normalises over the batch by response, reinforce-pp-tokens by token; reinforce-pp-baseline and
-    reinforce-pp-baseline-tokens first subtract group means. Or a function of your own: file.py:name."""
+    """How rewards become advantages. group-zscore and group-centered compare a reward with the mean of its group;
+    leave-one-out compares it with the mean of the others in its group. reinforce-pp normalises over the batch by
+    response, reinforce-pp-tokens by token; reinforce-pp-baseline and reinforce-pp-baseline-tokens first subtract group
+    means. Or a function of your own: file.py:name."""
     drop_equal_groups: bool = False
-    """Leave groups of equal rewards out of the update: no KL term, no place in the denominator or in mini-batches."""
+    """Leave groups of equal rewards out of the update: out of its KL term, its denominator and its mini-batches."""
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
@@ -120,27 +121,27 @@ class Config(Group):
     keep_checkpoints: Count = 2
     """How many of the newest checkpoints stay on disk."""
     rollouts_every: CountOrZero = 10
-    """Steps between recordings of responses, token by token; 0: never."""
+    """Steps between recordings of responses with all their tokens; 0: never."""
     stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None
-    """Stop once accuracy reaches this, on other held-out problems than those before and after."""
+    """Stop once accuracy reaches this value, measured on other held-out problems than before and after training."""
     device: str = "auto"
     """auto (CUDA if there is one), cpu, cuda or cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the computation; the optimizer keeps float32 weights."""
     compile: bool | None = None
-    """torch.compile for the update; null: on CUDA, if it saves time in the remaining steps; not if deterministic."""
+    """torch.compile for the update; null: on CUDA, if it saves time in the remaining steps and not deterministic."""
     deterministic: bool = False
-    """Runs with one seed are bit-identical on one GPU model, also after a kill and a resume. Slower, and a pass that
-    runs out of memory ends the run. On a CPU it changes nothing."""
+    """Runs with the same seed are bit-identical on the same GPU model, even after a kill and a resume. This is slower,
+    and a pass that runs out of memory ends the run. On a CPU the setting has no effect."""
     tracking: tuple[str, ...] = ()
-    """Where metrics are sent: tensorboard, wandb, trackio."""
+    """Trackers that receive the metrics: tensorboard, wandb, trackio."""
     remote_code: bool = False
-    """Let the model's repository run its own Python."""
+    """Let Python code from the model's repository run."""
     _code: _user_code.Code = PrivateAttr(default_factory=dict)
 
     @property
     def code(self) -> _user_code.Code:
-        """What the user's own code was made of when these settings were read: the hashes of its files."""
+        """The hashes of the user's own code files at the time when these settings were read."""
         return self._code
 
     @field_validator("model", "run")
@@ -153,19 +154,19 @@ class Config(Group):
 
     @property
     def model_name(self) -> str:
-        """The name and revision by which to load the model."""
+        """The name and revision with which to load the model."""
         from poise.models.location import with_revision
 
         return with_revision(self.model, self.revision)
 
     @property
     def loading(self) -> dict[str, Any]:
-        """How ``load_policy`` loads the models of a run."""
+        """The arguments with which ``load_policy`` loads the models of a run."""
         names = ("device", "dtype", "remote_code", "template")
         return {"longest": self.rollout.longest, **{name: getattr(self, name) for name in names}}
 
     def tokens_left(self, steps: int = 0, tokens: int = 0) -> int:
-        """The most response tokens that a run may still sample, after ``steps`` steps and ``tokens`` tokens."""
+        """The maximum number of response tokens still to sample, after ``steps`` steps and ``tokens`` tokens."""
         longest = max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
         most = (self.steps - steps) * self.prompts * self.group * longest
         return most if self.budget is None else min(most, self.budget - tokens)
@@ -177,19 +178,19 @@ class Config(Group):
         return self.rollout.temperature if own is None else own
 
     def build_regulator(self) -> Regulator:
-        """The regulator itself."""
+        """Build the regulator."""
         from poise import regulators
 
         return regulators.parse(self.regulator)
 
     def build_algorithm(self) -> Algorithm:
-        """The algorithm itself."""
+        """Build the algorithm."""
         from poise.sampling import algorithms
 
         return algorithms.get(self.algorithm, self.group)
 
     def build_advantage(self) -> Estimate:
-        """The estimate of advantages itself."""
+        """Build the estimate of advantages."""
         from poise import advantages
 
         return advantages.get(self.advantage)
@@ -225,7 +226,7 @@ class Config(Group):
     @classmethod
     def _objective_can_be_read(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Settings:
         for name, setting in value.items() if isinstance(value, dict) else ():
-            if isinstance(setting, bool):  # pydantic would take true for 1
+            if isinstance(setting, bool):  # pydantic would accept true as 1
                 raise ValueError(f"{name} must not be true or false")
         try:
             settings: Settings = validate(value)
@@ -292,7 +293,7 @@ class Config(Group):
                 "deterministic = true with rollout.engine = vllm: what vLLM computes depends on which responses it "
                 "happens to decode together; use rollout.engine=native, or leave deterministic out"
             )
-        group = getattr(self.build_algorithm(), "group", self.group)  # it may have one of its own
+        group = getattr(self.build_algorithm(), "group", self.group)  # the algorithm may set its own group
         if isinstance(group, int) and group < 2 and self.build_advantage().needs_groups:
             raise ValueError(
                 f"group = {group}: advantage {self.advantage!r} compares the responses to a prompt with each "
@@ -323,16 +324,16 @@ class Config(Group):
 
 
 def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a recipe, by name or path, with ``key=value`` overrides on top.
+    """The configuration of a recipe, by name or path, changed by ``key=value`` overrides.
 
-    Without a recipe it is the demo; with another model than the embedded one, the defaults of ``Config``, which are for
-    pretrained models. Keys are dotted, values YAML.
+    Without a recipe, the demo's settings apply; for another model than the embedded one, the defaults of ``Config``
+    apply, which are for pretrained models. Keys are dotted, values are YAML.
     """
     return complete(recipe, split_overrides(overrides))
 
 
 def complete(recipe: str | Path | None, changes: Document) -> Config:
-    """The configuration of a recipe with ``changes`` on top: see ``load``."""
+    """The configuration of a recipe, changed by ``changes``: see ``load``."""
     embedded = Config.model_fields["model"].default
     if recipe is None and changes.get("model", embedded) == embedded:
         recipe = "demo"
@@ -342,10 +343,10 @@ def complete(recipe: str | Path | None, changes: Document) -> Config:
 def restore(
     document: Document, *, source: str = "this run", trust: bool = False, typed: Document | None = None
 ) -> Config:
-    """The configuration of a complete document, such as a run's config.json, which is untrusted.
+    """The configuration of a complete, untrusted document, such as a run's config.json.
 
-    Without ``trust``, no code that it names runs (docs/security.md), except what ``typed`` names: the part of the
-    document that the user typed. ``source`` names the document in messages.
+    Without ``trust``, code that the document names does not run (docs/security.md), except code that ``typed`` names,
+    the part of the document that the user typed. ``source`` names the document in messages.
     """
     if trust:
         return _validated(document)
@@ -354,7 +355,7 @@ def restore(
 
 
 def dump(config: Config) -> str:
-    """The whole configuration as YAML, a recipe in itself."""
+    """The whole configuration as YAML, which can be used as a recipe."""
     return to_yaml(config.model_dump(mode="json"))
 
 
@@ -382,13 +383,13 @@ def _no_task() -> str:
     )
 
 
-# The known keys, for messages about unknown ones
+# The known keys, for messages about unknown keys
 
 
 def keys(document: Document) -> list[str]:
-    """The dotted keys that a document may have, those of its task included.
+    """The dotted keys that a document may have, including the keys of its task.
 
-    The settings of its regulator and its algorithm come as they are written: ``regulator=ar(alpha=…)``.
+    Settings of its regulator and its algorithm have the form in which users write them: ``regulator=ar(alpha=…)``.
     """
     return [*_schema_keys(Config, ""), *_task_keys(document), *_method_keys(document)]
 
@@ -414,7 +415,7 @@ def _method_keys(document: Document) -> Iterator[str]:
     for kind in ("regulator", "algorithm"):
         text = str(document.get(kind, GRPO))
         if text == GRPO:
-            continue  # without importing torch
+            continue  # avoids importing torch
         from poise import regulators
         from poise.sampling import algorithms
 
