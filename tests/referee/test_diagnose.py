@@ -126,9 +126,12 @@ def test_diagnose_says_what_it_found_and_leaves_the_model_alone(tmp_path, monkey
     assert "diagnose-embedded" in (folder.path / "report.html").read_text()
     after = load_policy("embedded", device="cpu").model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    again = call("diagnose", "embedded")
+    again = call("diagnose", "embedded", "--out", "runs/diagnose-embedded")
     assert again.exit_code == 1
     assert "is not empty" in again.output + again.stderr
+    again = call("diagnose", "embedded", "--regulator", "grpo", "--batches", 1, *SMALL, "prompts=2")
+    assert "runs/diagnose-embedded has a diagnosis already, so this one goes to" in again.output + again.stderr
+    assert (RunFolder.open("runs/diagnose-embedded-2", resume=False).path / "report.html").exists()
 
 
 def test_the_weights_in_memory_are_left_alone_too(tmp_path, embedded, monkeypatch):
@@ -227,6 +230,7 @@ def test_mistakes_with_folders_are_named(tmp_path, monkeypatch):
         (["--regulator", "lopty"], "did you mean 'lopti'"),
         (["task.name=kx"], "unknown task 'kx'"),
         (["regulator=ar"], "with --regulator"),
+        (["batches=2"], "batches= is an option: --batches 2"),
         (["promps=3"], "promps"),
     ],
 )

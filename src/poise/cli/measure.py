@@ -154,7 +154,7 @@ def diagnose(
         from poise.referee.report.html import write_report
         from poise.referee.report.token_files import token_files
         from poise.runs.listing import is_run
-        from poise.runs.lock import check_free
+        from poise.runs.lock import check_free, free_folder
         from poise.runs.subscribers.console import Console
         from poise.training.config.run_settings import to_diagnose
 
@@ -166,7 +166,8 @@ def diagnose(
             _weigh(Path(model), regulator or METHODS, cuts)
             return
         config = to_diagnose(model, args or [], trust=trust)
-        place = out or (Path(model) / "diagnose" if is_run(model) else Path("runs") / f"diagnose-{Path(model).name}")
+        usual = Path(model) / "diagnose" if is_run(model) else Path("runs") / f"diagnose-{Path(model).name}"
+        place = out or Path(free_folder(str(usual), complain, "diagnosis"))
         check_free(place, "choose another folder with --out")
         figures = _diagnose(config, model, place, regulator or METHODS, cuts, batches, warmup)
         page = write_report([place], place / "report.html")

@@ -138,7 +138,7 @@ def check_free(path: Path, remedy: str = "") -> None:
         raise FileExistsError(f"{path} is not empty; {remedy or OTHER}{way}")
 
 
-def free_folder(run: str, say: Callable[[str], None]) -> str:
+def free_folder(run: str, say: Callable[[str], None], what: str = "run") -> str:
     """``run``, or the next free folder (``runs/mine-2``) if it has a run already: notebook cells are run twice."""
     folder = expand(run)
     if not (folder / "config.json").exists():
@@ -147,7 +147,8 @@ def free_folder(run: str, say: Callable[[str], None]) -> str:
         folder = folder.resolve()
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     free = next(str(other) for other in numbered if not other.exists() and not other.is_symlink())
-    say(f"{folder} has a run already, so this one goes to {free} (to continue the first, resume it)")
+    remedy = " (to continue the first, resume it)" if what == "run" else ""
+    say(f"{folder} has a {what} already, so this one goes to {free}{remedy}")
     return free
 
 

@@ -87,6 +87,8 @@ def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) ->
     changes = split_overrides(overrides)
     if "regulator" in changes:
         raise ConfigError("regulator: name the methods to measure with --regulator, once for each")
+    if options := [key for key in ("batches", "warmup", "intervals", "out") if key in changes]:
+        raise ConfigError(*(f"{key}= is an option: --{key} {changes[key]}" for key in options))
     changes["model"] = model
     if (run := run_of(model)) is not None:
         RunFolder.open(run, resume=False).newest()  # raises an error if the run has no checkpoint
