@@ -38,7 +38,7 @@ only take more and larger optimizer steps?
 
 **Answer, for the small models that we could train.**
 
-- **We found no better method.** With tuned learning rates, in nine regimes with mostly ten seeds, AR, TR-GRPO and NTHR
+- **We found no better method.** With tuned learning rates, in nine regimes (most with ten seeds), AR, TR-GRPO and NTHR
   end level with GRPO: {ar_points}, {tr_points} and {nthr_points} points on average.
   Lopti ends at {lopti_points} points. But it takes two optimizer steps where GRPO takes one, and against
   `grpo(passes=2)` it ends at {lopti_against}.
@@ -52,9 +52,9 @@ only take more and larger optimizer steps?
 ![Greedy accuracy over batches: GRPO, AR, Lopti, both, and controls](../experiments/miniature/miniature.png)
 
 This is a *miniature* of the authors' regime: SmolLM2-135M-Instruct adds numbers up to 60, with two mini-batches per
-batch, temperature 0.7, KL 0.001 and greedy evaluation, and stops while the curve is steep. There is no verdict yet: of
-the [plan](../experiments/miniature/README.md), which we committed before the runs, ten runs and the part with tuned
-rates are missing.
+batch, temperature 0.7, KL 0.001 and greedy evaluation. Training stops while the curve is steep. There is no verdict
+yet. We committed the [plan](../experiments/miniature/README.md) beforehand; ten runs and the part with tuned rates are
+missing.
 
 ## What to do
 
@@ -77,8 +77,8 @@ multiple arms). × is the speed factor: how many times as fast as GRPO the arm l
 
 - [The nine regimes](../experiments/comparison/comparison.md): avg@4 on at least 1,000 held-out problems. Each arm has
   the best of three rates, chosen by two seeds, often at an end of the range.
-- The mean is a random-effects estimate; five regimes share a task. For two passes in one more regime it predicts
-  {passes_ahead} %.
+- The mean is a random-effects estimate; five regimes share a task. For two passes in another regime it predicts a lead
+  of {passes_ahead} %.
 - The published runs ([2505.12929](https://arxiv.org/abs/2505.12929)) have one seed per arm, and test puzzles among the
   training puzzles; AR with Lopti gained {published_both} %.
 - In four of the five regimes of Knights & Knaves (K&K) our intervals end at or below {ar_four} % for AR and
@@ -96,8 +96,8 @@ multiple arms). × is the speed factor: how many times as fast as GRPO the arm l
 
 ## Each method
 
-- **Lopti** is clearly ahead of GRPO on sums with words, clearly behind with four steps per batch. At the lowest
-  rate it leads in {lopti_lowest} of 9 regimes (two seeds each), two passes in {passes_lowest}.
+- **Lopti** is clearly ahead of GRPO on sums with words, clearly behind with four steps per batch. At the lowest rate
+  (two seeds each) it leads in {lopti_lowest} of 9 regimes, and two passes lead in {passes_lowest}.
 - **AR** costs nothing, and is not clearly worse than GRPO anywhere after Holm's correction. In the miniature its
   interval reaches {ar_miniature} % of GRPO's gain.
 - **TR-GRPO** has our constants and our [place in the loss](papers.md#tr-grpo).
