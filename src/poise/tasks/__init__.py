@@ -56,8 +56,8 @@ TASKS: dict[str, Callable[..., Any]] = {
     "search-qa": SearchQA,
     "math": Math,
 }
-# For ``rg/chain_sum`` the function of "rg" gets "chain_sum" and returns the builder of that task; it raises ValueError
-# if there is no such task.
+# For ``rg/chain_sum`` the function of "rg" is called with "chain_sum". It returns the function that builds that task,
+# or raises ValueError if there is no such task.
 PREFIXES: dict[str, Callable[[str], Callable[..., Any]]] = {"rg": reasoning_gym}
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -99,7 +99,7 @@ __all__ = [
 
 
 def names() -> list[str]:
-    """The names that ``get`` knows, prefixes included."""
+    """The task names that ``get`` accepts, prefixes included."""
     return [*TASKS, *(f"{prefix}/NAME" for prefix in PREFIXES)]
 
 
@@ -117,7 +117,7 @@ def task(thing: C) -> C:
 
 
 def get(name: str, **settings: Any) -> Task:
-    """The task of that name with these settings: ``get("kk", people="3-7")``, ``get("mine.py:Mine", size=3)``."""
+    """Build a task from its name and settings: ``get("kk", people="3-7")``, ``get("mine.py:Mine", size=3)``."""
     maker = _maker(name)
     for setting in unknown_settings(name, settings):
         raise TypeError(f"task {name!r}: " + unknown("setting", setting, settings_of(name)) + settings_hint(name))
@@ -145,7 +145,7 @@ _SHORT_FORMS = {"file": ", the path of the data", "factory": ", or environment=f
 
 
 def settings_of(name: str) -> list[str]:
-    """The settings that the task of that name takes."""
+    """The settings of the task ``name``."""
     return list(signature(_maker(name)).parameters)
 
 
@@ -155,7 +155,7 @@ def settings_hint(name: str) -> str:
 
 
 def unknown_settings(name: str, settings: Iterable[str]) -> list[str]:
-    """The settings that the task of that name does not take."""
+    """The entries of ``settings`` that the task ``name`` does not have."""
     allowed: Mapping[str, Parameter] = signature(_maker(name)).parameters
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in allowed.values()):
         return []
@@ -163,7 +163,7 @@ def unknown_settings(name: str, settings: Iterable[str]) -> list[str]:
 
 
 def _maker(name: str) -> Callable[..., Any]:
-    """The class or function that builds the task of that name from its settings."""
+    """The class or function that builds the task ``name`` from its settings."""
     if not isinstance(name, str):
         raise TypeError(f"task.name = {short(name)}: must be text, the name of a task ({', '.join(names())})")
     if name in TASKS:

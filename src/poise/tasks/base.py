@@ -1,7 +1,7 @@
-"""What a task is: an endless, seeded stream of problems, and a verifier that scores any text offered as a response.
+"""Tasks: an endless, seeded stream of problems, and a verifier that scores any text as a response.
 
-Here are the types and protocols, and checks of a task's settings. ``streams.py`` draws problems, ``episodes.py`` plays
-and judges attempts at them.
+This module has the types and protocols, and checks of a task's settings. ``streams.py`` draws problems, ``episodes.py``
+runs and scores attempts at them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from poise.tasks.rewards.base import TrainerState
 
 Split = Literal["train", "test"]
 SPLITS: tuple[str, ...] = get_args(Split)
-NO_REWARD = "no reward applies to it"  # a value of ``Score.failed`` that is not an error
+NO_REWARD = "no reward applies to it"  # a value of ``Score.failed`` that does not mean an error
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One question. ``data`` is all that the verifier needs, and survives a trip through JSON."""
+    """One question. ``data`` has all that the verifier needs, in values that JSON can represent."""
 
     id: str
     prompt: str
@@ -42,7 +42,7 @@ class Score:
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)  # the terms that add up to the reward
     answer: str | None = None
-    failed: str | None = None  # why there is no score, in words; the attempt is then not trained on
+    failed: str | None = None  # why there is no score, in words; training then skips the attempt
 
 
 Message = dict[str, str]  # {"role": …, "content": …}, as chat templates take them
@@ -51,51 +51,51 @@ Message = dict[str, str]  # {"role": …, "content": …}, as chat templates tak
 class Episode(Protocol):
     """One attempt at one problem, in one turn or several.
 
-    An episode may have ``feedback() -> str``, which says how it went: see ``episodes.feedback_on``.
+    An episode may have ``feedback() -> str``, which describes the result in words: see ``episodes.feedback_on``.
     """
 
     def start(self) -> list[Message]:
-        """What the model is shown first."""
+        """The first messages that the model reads."""
         ...
 
     def step(self, reply: str) -> list[Message]:
-        """What the environment says to a reply; an empty list ends the episode. ``reply`` is untrusted."""
+        """The environment's messages after a reply; an empty list ends the episode. ``reply`` is untrusted."""
         ...
 
     def score(self) -> Score:
-        """The score of the episode. It is asked for once, after the episode has ended or been cut off."""
+        """The score of the episode. poise calls this once, after the episode has ended or has been cut off."""
         ...
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """An episode that has ended, as reward functions see it."""
+    """A finished episode, as reward functions see it."""
 
     problem: Problem
     episode: Episode
-    prompt: list[Message]  # what the model was shown first
-    completion: list[Message]  # its replies, and what the environment said in between
+    prompt: list[Message]  # the first messages that the model read
+    completion: list[Message]  # its replies, and the environment's messages between them
     completion_ids: list[int]  # the tokens of the completion
-    progress: TrainerState = field(default_factory=TrainerState)  # how far the run is
-    reported: dict[str, list[float]] = field(default_factory=dict)  # gets what rewards report, by name
+    progress: TrainerState = field(default_factory=TrainerState)  # the run's progress
+    reported: dict[str, list[float]] = field(default_factory=dict)  # collects the rewards' reported values, by name
 
 
 class Task(Protocol):
-    """What every task must have. A task with ``concurrent = True`` may be asked for scores during sampling.
+    """What every task must have. If a task has ``concurrent = True``, poise may score responses while it samples.
 
-    A task of several turns has ``episode(problem) -> Episode`` in place of ``score`` (with ``one_turn = True`` if the
-    first reply always ends it). A task that scores many attempts in one call has ``score_all`` (see
-    ``ScoresTogether``), and a task with a fixed set of problems has ``epoch`` (see ``Finite``). If it has ``pure_start
-    = True``, poise may begin its episodes only to measure their prompts.
+    A task of several turns has ``episode(problem) -> Episode`` instead of ``score`` (with ``one_turn = True`` if the
+    first reply always ends the episode). A task that scores many attempts in one call has ``score_all`` (see
+    ``ScoresTogether``), and a task with a fixed set of problems has ``epoch`` (see ``Finite``). If a task has
+    ``pure_start = True``, poise may start episodes just to measure their prompts.
     """
 
     @property
     def name(self) -> str:
-        """Its name in the table of tasks and in metrics."""
+        """The task's name in settings and in metrics."""
         ...
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Problems without end. The same split and seed give the same problems; no problem is in both splits."""
+        """An endless stream of problems. It depends only on split and seed; no problem is in both splits."""
         ...
 
     def score(self, problem: Problem, text: str) -> Score:
@@ -105,7 +105,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class ScoresTogether(Protocol):
-    """A task that scores all attempts that have ended in one call, because its reward functions take batches."""
+    """A task that scores all finished attempts in one call, because its reward functions take batches."""
 
     def score_all(self, attempts: Sequence[Attempt]) -> Sequence[Score]:
         """A score for each attempt, in their order."""
@@ -151,7 +151,7 @@ def _texts(value: Any) -> bool:
 
 
 def _switch(value: Any) -> bool:
-    """True, false, numpy's booleans, and 1 and 0, as old YAML files have them."""
+    """Whether a value is a boolean, Python's or numpy's, or 1 or 0, as in old YAML files."""
     return not hasattr(value, "__len__") and value in (0, 1)
 
 
@@ -165,10 +165,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_kinds(name: str, maker: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Raise if a setting of the task takes text, a boolean or a list of texts, and its value is of another kind.
+    """Raise if a setting that takes text, a boolean or a list of texts has a value of another type.
 
-    Otherwise the task would fail in the middle of a run, or take ``slippery=no-thanks`` for true. The task itself
-    checks numbers, whose range it knows, and settings with any other annotation.
+    Otherwise the task would fail in the middle of a run, or treat ``slippery=no-thanks`` as true. The task itself
+    checks numbers, because it knows their range, and settings with any other annotation.
     """
     parameters = signature(maker).parameters
     for key, value in settings.items():

@@ -1,13 +1,13 @@
 """TRL's environments as a task: a class for TRL's ``environment_factory`` runs unchanged.
 
 An environment has ``reset(**row) -> str | None``, whose text is appended to the prompt. Its other public methods are
-tools: the model calls them, and reads what they return. ``get_reward() -> float``, if it exists, is called once at the
-end. A reply without a tool call ends the episode. As in TRL, the model reads the error of a tool that raises.
+tools: the model calls them and reads their results. ``get_reward() -> float``, if it exists, is called once at the end.
+A reply without a tool call ends the episode. If a tool raises, the model reads the error, as in TRL.
 
-**Ours:** the model reads an error text if its call is malformed. If ``reset`` or ``get_reward`` raises, or any call
-does not return in time, only that episode fails. If ``reset`` has a parameter ``seed`` that the row lacks, it gets the
-problem's number, so that all attempts at a problem see the same one. ``feedback() -> str`` is not a tool, unlike in
-TRL: it says in words at the end how the episode went.
+**Ours:** if a call is malformed, the model reads an error text. If ``reset`` or ``get_reward`` raises, or any call does
+not return in time, only that episode fails. If ``reset`` has a parameter ``seed`` that the row lacks, ``seed`` is the
+problem's number, so that all attempts at a problem get the same seed. Unlike in TRL, ``feedback() -> str`` is not a
+tool: poise calls it at the end for a description of the episode's result.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Environment:
     """An environment in the shape of TRL's ``environment_factory``: ``environment=my_env.py:Env``.
 
     ``factory`` is a class or function, or its path. With ``file``, ``reset`` gets the file's rows, epoch after epoch;
-    ``test_file`` holds the rows for testing, else a hash of each row chooses the share ``held_out``. ``reward`` names
-    reward functions, which get ``environments=``, with ``reward_weights`` (default: 1 each); the environment's own
-    ``get_reward`` is added with weight 1. An attempt is correct if its reward reaches ``correct_at``. ``turns`` limits
-    the replies of an episode, ``timeout`` the seconds of one call.
+    ``test_file`` has the rows for testing; without it, a hash of each row chooses the share ``held_out``. ``reward``
+    names reward functions, which get ``environments=``, with ``reward_weights`` (default: 1 each); the environment's
+    own ``get_reward`` is added with weight 1. An attempt is correct if its reward reaches ``correct_at``. ``turns``
+    limits the replies of an episode, ``timeout`` the seconds of one call.
     """
 
     factory: str | Callable[[], Any]
@@ -85,7 +85,7 @@ class Environment:
             self.epoch = self._epoch  # only with a file: without one the task is not ``Finite``
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Rows for ``reset``, epoch after epoch; without data only numbers, one in ten of them for testing."""
+        """Rows for ``reset``, epoch after epoch. Without data, problems are only numbers, one in ten for testing."""
         check_split(split)
         if self.file is not None:
             for number in count() if self._rows[split] else ():
@@ -157,7 +157,7 @@ def _meaning(problem: Problem) -> str:
 
 
 def _load(path: str) -> Callable[[], Any]:
-    """The factory of that path: a class with ``reset``, or a function of the user's own. poise will call it."""
+    """The factory with this path: a class with ``reset``, or the user's own function. poise will call it."""
     factory: Callable[[], Any] = _user_code.load("environment", path, object)
     if inspect.isclass(factory):
         fits = callable(getattr(factory, "reset", None))
@@ -175,7 +175,7 @@ def _draw_number(rng: Random) -> tuple[str, int]:
 
 
 class _Pool:
-    """Environments that episodes reuse, as in TRL; a new one is made when all are in use."""
+    """Environments that episodes reuse, as in TRL. If all are in use, the pool makes a new one."""
 
     def __init__(self, factory: Callable[[], Any], timeout: float) -> None:
         self.factory, self.timeout = factory, timeout
@@ -186,7 +186,7 @@ class _Pool:
         if not callable(getattr(first, "reset", None)):
             raise ValueError(f"environment: {self.kind.__name__} has no method reset")
         methods = dict(inspect.getmembers(self.kind, predicate=inspect.isfunction))
-        # A method ``feedback`` without arguments says how the episode went; with arguments it is a tool.
+        # A method ``feedback`` without arguments describes the episode's result; with arguments it is a tool.
         self.has_feedback = "feedback" in methods and len(inspect.signature(methods["feedback"]).parameters) == 1
         hidden = {"reset", "get_reward", *(["feedback"] if self.has_feedback else [])}
         self.tools = [name for name in methods if name not in hidden and not name.startswith("_")]
@@ -224,7 +224,7 @@ class _Pool:
 
 
 def _check_tool(kind: type, name: str) -> None:
-    """Refuse a public method without type hints or docstring: a tool's schema is built from them."""
+    """Refuse a public method without type hints or a docstring: poise builds the tool's schema from them."""
     method = getattr(kind, name)
     docstring = inspect.getdoc(method) or ""
     arguments = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
@@ -269,7 +269,7 @@ class EnvironmentEpisode:
         return [*messages[:-1], last]
 
     def step(self, reply: str) -> list[Message]:
-        """Call the tools that the reply asks for. The episode ends without a call, or after the last turn."""
+        """Run the tool calls of the reply. The episode ends if the reply has none, or after the last turn."""
         self.replies += 1
         if self.failed is not None:
             return []
@@ -283,7 +283,7 @@ class EnvironmentEpisode:
         return messages if self.replies < self.turns else []
 
     def score(self) -> Score:
-        """The value of ``get_reward``, or 0 without that method; reward functions add to it."""
+        """The value of ``get_reward``, or 0 without that method. Reward functions add to it later."""
         reward = 0.0
         if self.failed is None and hasattr(self.pool.kind, "get_reward"):
             reward = self._call("get_reward")
@@ -294,7 +294,7 @@ class EnvironmentEpisode:
         return Score(reward, reward >= self.correct_at, {self.name: reward})
 
     def feedback(self) -> str:
-        """The environment's own ``feedback`` at the end of the episode, or the last text of a tool."""
+        """The result of the environment's ``feedback`` at the end of the episode, or the last text of a tool."""
         if self.final_feedback:
             return self.final_feedback
         said = (

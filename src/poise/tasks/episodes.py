@@ -1,6 +1,7 @@
-"""Episodes: begin an attempt at a problem, read what its environment says, and judge it.
+"""Episodes: begin an attempt at a problem, check the environment's messages, and score the attempt.
 
-A task may be the user's own: an error in its code becomes one that names the task, the problem, the file and the line.
+A task may be the user's code: an exception in it becomes an error that names the task, the problem, the file and the
+line.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from poise._lib.user_code import place_of
 from poise.tasks.base import Attempt, Episode, Message, Problem, Score, Task, TaskError
 from poise.tasks.rewards.base import GOLD_COLUMNS, RewardError
 
-LONGEST_GOLD = 4000  # characters: data for fine-tuning has whole solutions there
-LONGEST_FEEDBACK = 2000  # characters of what a task of a user's own may say
-LARGEST_REWARD = 1e30  # training computes in float32, which ends at 3e38: this leaves room for sums over a batch
+LONGEST_GOLD = 4000  # characters: data for fine-tuning has whole solutions as answers
+LONGEST_FEEDBACK = 2000  # characters of feedback from a user's task
+LARGEST_REWARD = 1e30  # float32 ends at 3e38; the difference is room for sums over a batch
 
 
 @dataclass
@@ -55,25 +56,25 @@ def begin(task: Task, problem: Problem) -> Episode:
 
 
 def several_turns(task: Task) -> bool:
-    """Whether the environment may answer a reply. A task with ``episode`` that never does has ``one_turn = True``."""
+    """Whether an episode may have several turns: the task has ``episode`` and not ``one_turn = True``."""
     return hasattr(task, "episode") and not getattr(task, "one_turn", False)
 
 
 @contextmanager
 def explained(task: Task, problem: Problem, what: str = "score()") -> Iterator[None]:
-    """Turn an error of the task's own code into one that names the task, the problem, and the user's file and line."""
+    """Turn an exception in the task's code into an error that names the task, problem, and the user's file and line."""
     try:
         yield
-    except (RewardError, TaskError):  # these say it already
+    except (RewardError, TaskError):  # their messages already say this
         raise
     except (Exception, SystemExit) as error:
         raised = f"raised {type(error).__name__}: {error}{place_of(error)}"
-        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise that one again instead
+        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise the StopIteration instead
         raise RewardError(f"{what} of task {task.name!r} {raised} (problem {problem.id})") from cause
 
 
 def heard(task: Task, problem: Problem, said: Any) -> list[Message]:
-    """What an episode says, as messages with texts that any tokenizer can read; empty if the episode ends."""
+    """Check an episode's messages and make their texts readable for any tokenizer; empty if the episode ends."""
     if not said:
         return []
     if not isinstance(said, list | tuple) or not all(_is_message(each) for each in said):
@@ -89,7 +90,7 @@ def _is_message(value: Any) -> bool:
 
 
 def readable(text: str) -> str:
-    """The text with ? for each half of a surrogate pair, which file names may hold and tokenizers refuse."""
+    """The text with ? for each lone surrogate, which file names may contain and tokenizers refuse."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -123,7 +124,7 @@ def _checked(task: Task, problem: Problem, result: Any) -> Score:
 
 
 def _plain(score: Any) -> Score:
-    """The score with Python's numbers: verifiers may return numpy's and torch's, which JSON cannot hold."""
+    """The score with Python numbers: verifiers may return numpy or torch numbers, which JSON cannot represent."""
     if not isinstance(score, Score):
         score = _score_of_truth(score)
     if _number_or_none(score.correct) not in (0.0, 1.0):
@@ -140,7 +141,7 @@ def _plain(score: Any) -> Score:
 
 
 def _score_of_truth(value: Any) -> Score:
-    """True or False, of Python, numpy or torch, as a score. A number would not say which answers are correct."""
+    """The score for True or False, also numpy's or torch's. Refuses a number, which does not say what is correct."""
     truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool"
     number = _number_or_none(value) if truth else None
     if number is None:
@@ -164,10 +165,10 @@ def _number_or_none(value: Any) -> float | None:
 
 
 def gold_answer(task: Task, problem: Problem) -> str | None:
-    """The right answer in words, for people to read, not the model; None if none is known.
+    """The right answer as text for people, not for the model; None if unknown.
 
-    A task may have ``gold(problem)``. Otherwise it is the first text or number called answer, solution or
-    ground_truth in the problem's data, or in the row of a file that the data hold.
+    A task may have ``gold(problem)``. Otherwise it is the first text or number with the name answer, solution or
+    ground_truth in the problem's data, or in the file's row within the data.
     """
     if callable(own := getattr(task, "gold", None)):  # it may be a setting of the task, such as a column's name
         with explained(task, problem, "the gold answer"):
@@ -187,9 +188,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def feedback_on(task: Task, problem: Problem, episode: Episode, score: Score, turns: int) -> str:
-    """The episode's own feedback, or a plain sentence if it gives none. ``turns`` is the number of replies.
+    """The episode's own feedback, or a general sentence if it gives none. ``turns`` is the number of replies.
 
-    ``episode.feedback`` is optional, and called after the episode has been scored.
+    ``episode.feedback`` is optional. It is called after the episode has been scored.
     """
     feedback = ""
     if hasattr(episode, "feedback"):
@@ -203,6 +204,6 @@ def feedback_on(task: Task, problem: Problem, episode: Episode, score: Score, tu
 
 
 def plain(score: Score, turns: int) -> str:
-    """A sentence that fits any attempt."""
+    """General feedback, which fits any attempt."""
     how = "succeeded" if score.correct else "failed"
     return f"The attempt {how}: reward {score.reward:.2f} after {turns} turn{'' if turns == 1 else 's'}."

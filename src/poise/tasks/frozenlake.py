@@ -1,9 +1,9 @@
 """Frozen Lake: walk over ice to a goal and avoid the holes, one move a turn.
 
-The rules are gymnasium's: at the edge the player stays, a hole ends the game, and on a slippery lake a move goes in the
-chosen direction or to one of the two sides, each a third of the time. As in ERL (arXiv 2602.13949) maps have sides 2 to
-9, 60 to 85 % ice, and the rules may be withheld: then the symbols are letters without a meaning. **Ours:** start and
-goal are random, and every map can be solved within the turns and takes at least two moves.
+The rules are gymnasium's: a move beyond the edge does nothing, a hole ends the game, and on a slippery lake a move goes
+in the chosen direction or to one of the two sides, each with probability 1/3. As in ERL (arXiv 2602.13949), maps have
+sides 2 to 9 and 60 to 85 % ice, and the rules may be withheld: then the symbols are letters without a meaning.
+**Ours:** start and goal are random, and every map can be solved within the turns and takes at least two moves.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SLIPPERY = " The ice is slippery: a move may take you to the side of where you w
 class FrozenLake(GridTask):
     """Frozen Lake: cross the ice to the goal in several turns, on endless random maps.
 
-    ``side`` is a number, several, or a range; maps cycle through them. ``ice`` is the smallest and the largest share of
-    cells without a hole. ``actions`` moves are allowed per reply and ``turns`` replies per episode. ``rules`` are told
-    or withheld. If ``slippery``, a move may go to one of the two sides instead.
+    ``side`` is a number, several numbers, or a range; maps cycle through them. ``ice`` is the smallest and the largest
+    share of cells without a hole. ``actions`` limits the moves of a reply, ``turns`` the replies of an episode.
+    ``rules`` are told or withheld. If ``slippery``, a move may go to one of the two sides instead.
     """
 
     side: int | str | Sequence[int] = "2-9"
@@ -113,8 +113,8 @@ class FrozenLakeEpisode(GridEpisode):
         return f"You went {direction}{slipped}."
 
     def _slip(self, direction: str) -> str:
-        """The move itself, or a move to one of its sides. It depends on the map and on all replies so far: an episode
-        can be replayed, and different attempts slip differently."""
+        """The move itself, or a move to one of its sides. The choice depends on the map and all replies so far, so an
+        episode can be replayed and different attempts slip differently."""
         rng = Random(repr((self.problem.id, self.replies, len(self.moves))))
         down, _ = DIRECTIONS[direction]
         return rng.choice([direction, *(("left", "right") if down else ("up", "down"))])

@@ -1,4 +1,4 @@
-"""Shared by games on a grid: maps, moves in a reply, turns, and a search for the shortest solution."""
+"""Code that games on a grid share: maps, moves in a reply, turns, and a search for the shortest solution."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class GridTask(ABC):
     rules: str = "told"
 
     name: ClassVar[str]
-    smallest: ClassVar[int]  # side
+    smallest: ClassVar[int]  # the smallest side of a map
     largest: ClassVar[int]
     concurrent: ClassVar[bool] = True
     pure_start: ClassVar[bool] = True
@@ -128,7 +128,7 @@ class GridTask(ABC):
         rng = Random(f"{self.name} {seed}")
         sides = sizes(type(self).__name__, "side", self.side, self.smallest, self.largest)
 
-        def suits(rows: list[str]) -> bool:  # solved in time, and not too easily
+        def suits(rows: list[str]) -> bool:  # solvable within the turns, and not too easy
             return len(self.solution(rows) or ()) >= FEWEST_MOVES
 
         for turn in count():

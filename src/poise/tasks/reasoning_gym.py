@@ -2,14 +2,15 @@
 
 reasoning-gym has its own scorers, and some of them are not safe for a model's text (version 0.1.25):
 
-- Nine evaluate the answer as Python, directly or through sympy. Seven of them (``EVALUATED``, ``SYMBOLIC``) only see
-  Python literals, or short formulas without large powers; any other answer scores 0. Our own parser reads the answers
-  of ``countdown`` and ``puzzle24``; puzzle24's scorer also accepted numbers that the problem does not have.
-- Some give nonsense a small score (0.01 to 0.25), one gives it the full score. So the scorer of each problem also
-  scores a nonsense word. If that gets the full score, only the gold answer is right.
+- Nine evaluate the answer as Python, directly or through sympy. To seven of them (``EVALUATED``, ``SYMBOLIC``) poise
+  passes only Python literals, or short formulas without large powers; any other answer scores 0. For ``countdown`` and
+  ``puzzle24``, poise's own parser reads the answers; puzzle24's scorer also accepts numbers that are not in the
+  problem.
+- Some give nonsense a small score (0.01 to 0.25), one gives it the full score. So poise also lets each problem's scorer
+  score a nonsense word. If this word gets the full score, only the gold answer is right.
 - Some give the full score to ``nan``, to 0, to the gold number with another sign, or to the gold answer with more text
   after it. Such an answer scores 0 (``is_plausible``).
-- One raises on nonsense. If a scorer raises on an answer, it scores 0; if a scorer hangs, the answer gets no score.
+- One raises on nonsense. An answer on which the scorer raises scores 0; an answer on which it hangs gets no score.
 
 By default the reward is 1 for the full score, else 0. With ``partial`` it is the score minus the score of nonsense.
 """
@@ -92,7 +93,7 @@ class ReasoningGym:
     """A generator of reasoning-gym with its scorer.
 
     ``settings`` are the generator's. ``instruction`` is the text after a question. With ``partial`` the reward is the
-    score minus the score of nonsense, not only 0 or 1. ``timeout`` limits a scorer's time in seconds.
+    score minus the score of nonsense instead of 0 or 1. ``timeout`` limits a scorer's time in seconds.
     """
 
     dataset: str
@@ -119,7 +120,7 @@ class ReasoningGym:
         return f"rg/{self.dataset}"
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Questions of one split: no question and no question's seed is in both."""
+        """Questions of one split. No question and no question's seed is in both splits."""
         check_split(split)
         misses = 0
         for number in _numbers(split, Random(f"{self.name} {seed}")):
@@ -146,7 +147,7 @@ class ReasoningGym:
         return entry
 
     def score(self, problem: Problem, text: str) -> Score:
-        """The scorer's result, with guards."""
+        """The scorer's result, with the guards described at the top of this file."""
         answer = last_answer(text)
         if not answer or len(answer) > LONGEST:  # some scorers accept an empty answer
             return Score(0.0, False)
@@ -161,11 +162,11 @@ class ReasoningGym:
         return Score(value if self.partial else float(correct), correct, answer=" ".join(answer.split()))
 
     def gold(self, problem: Problem) -> Any:
-        """The generator's own answer; others may be right too."""
+        """The generator's own answer; other answers may be right too."""
         return self._entry(problem.data["number"])["answer"]
 
     def feedback(self, problem: Problem, text: str) -> str:  # noqa: ARG002
-        """Says if no answer could be read; the scorers give no feedback."""
+        """Says whether an answer could be read; the scorers give no feedback."""
         return "" if last_answer(text) else "No answer could be read: write it between <answer> and </answer>."
 
     def _value(self, answer: str, entry: dict[str, Any]) -> float:
@@ -188,7 +189,7 @@ class ReasoningGym:
     def _ask(self, answer: str, entry: dict[str, Any]) -> float:
         try:
             return min(1.0, max(0.0, float(self._scorer(answer, entry))))
-        except Exception:  # its author did not expect such an answer
+        except Exception:  # the scorer's author did not expect such an answer
             return 0.0
 
     def _harmless(self, answer: str) -> bool:

@@ -1,8 +1,8 @@
 """Search QA: questions about a small made-up world, answered with a search and a calculator tool.
 
 A world has towns, people, firms and products, a passage about each, and questions that combine their facts. Every world
-has its own names and numbers, so no other world gives away an answer. The chat template offers the tools; arguments are
-checked, and nothing is executed.
+has its own names and numbers, so no other world reveals an answer. The chat template offers the tools; arguments are
+checked, and nothing is executed as code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from poise.tasks.rewards.arithmetic import evaluate, number_text
 from poise.tasks.streams import check_split, draw_of_split
 from poise.tasks.tools import Schema, answer_all, calls_in, problem_with
 
-LONGEST_QUERY = 400  # characters that are read
+LONGEST_QUERY = 400  # characters of a query that are read
 _WORD = re.compile(r"[a-z0-9]+")
 _K1, _B = 1.2, 0.75
 
@@ -60,7 +60,7 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-# A relation leads from a thing of a kind to the next: its sentence in a passage, and its phrase in a question.
+# A relation leads from one thing to the next. It has a sentence for a passage and a phrase for a question.
 RELATIONS = {
     "founded": ("town", "{0} was founded in {1}.", "the year in which {} was founded"),
     "region": ("town", "{0} lies in {1}.", "the region in which {} lies"),
@@ -124,8 +124,8 @@ class World:
     def question(self, rng: Random, hops: int, sums: float) -> dict[str, Any]:
         """A question that needs ``hops`` passages; with probability ``sums`` it ends in a calculation.
 
-        It has a text, an answer, and the way there: a start, a chain of relations, and ``sum``, a calculation with {}
-        for the value at the end of the chain, or None.
+        It has a text, an answer, and the path to the answer: a start, a chain of relations, and ``sum``, a calculation
+        with {} for the value at the end of the chain, or None.
         """
         chain = rng.choice(CHAINS[hops])
         start = rng.choice(self.things[RELATIONS[chain[0]][0]])
@@ -141,12 +141,12 @@ class World:
 
 @lru_cache(maxsize=64)
 def world(number: int, size: int) -> World:
-    """The world of that number."""
+    """The world with this number."""
     return World(number, size)
 
 
 def follow(passages: str, thing: str, relation: str) -> str | None:
-    """What ``relation`` relates ``thing`` to, according to the passages; None if they do not say."""
+    """The target of ``relation`` for ``thing`` in the passages; None if they do not have it."""
     before, behind = RELATIONS[relation][1].format(thing, "\0").split("\0")
     match = re.search(re.escape(before) + r"([^.]{1,60})" + re.escape(behind), passages)
     return match[1] if match else None
@@ -175,10 +175,10 @@ SCHEMAS = [
 class SearchQA:
     """Search QA: multi-hop questions about a made-up world, with a search and a calculator tool; no download.
 
-    ``hops`` is how many passages a question needs: a number, several, or a range. A share ``sums`` of the questions
-    that end in a number asks for a multiple of it. Every question has its own world with ``size`` things of each of
-    four kinds. A search returns ``results`` passages. ``turns`` limits the replies of an episode, ``instruction`` is
-    the text after a question.
+    ``hops`` is the number of passages that a question needs: a number, several numbers, or a range. Of the questions
+    that end in a number, the share ``sums`` asks for a multiple of it. Every question has its own world with ``size``
+    things of each of four kinds. A search returns ``results`` passages. ``turns`` limits the replies of an episode,
+    ``instruction`` is the text after a question.
     """
 
     hops: int | str | Sequence[int] = "1-3"
@@ -229,7 +229,7 @@ class SearchEpisode:
         self.problem, self.task = problem, task
         self.world = world(problem.data["world"], problem.data["size"])
         self.replies: list[str] = []
-        self.results: list[str] = []  # of the tools
+        self.results: list[str] = []  # the tools' results
 
     def tools(self) -> list[Schema]:
         """The schemas of both tools."""
@@ -281,7 +281,7 @@ class SearchEpisode:
         return " ".join(sentences)
 
     def expert(self) -> str:
-        """A solver's reply: it knows how the question is built, but nothing about the world."""
+        """The reply of a solver that knows how the question is built but nothing about the world."""
         question: dict[str, Any] = dict(self.problem.data)
         passages, value = "\n".join(self.results), question["start"]
         for relation in question["chain"]:

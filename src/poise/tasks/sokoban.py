@@ -25,16 +25,16 @@ TOLD = (
     "Walking into the box pushes it one step, unless a wall is behind it. You cannot pull."
 )
 
-State = tuple[Place, Place]  # of the player, and of the box
+State = tuple[Place, Place]  # the places of player and box
 
 
 @dataclass
 class Sokoban(GridTask):
     """Sokoban: push one box onto its goal in several turns, on endless random maps.
 
-    ``side`` is a number, several, or a range, outer walls included; maps cycle through them. ``optimum`` limits the
-    moves of the shortest solution, ``walls`` is the share of walls among the inner cells. ``actions`` moves are allowed
-    per reply and ``turns`` replies per episode. ``rules`` are told or withheld.
+    ``side`` is a number, several numbers, or a range, outer walls included; maps cycle through them. ``optimum`` limits
+    the moves of the shortest solution, ``walls`` is the share of walls among the inner cells. ``actions`` limits the
+    moves of a reply, ``turns`` the replies of an episode. ``rules`` are told or withheld.
     """
 
     side: int | str | Sequence[int] = "6-8"
@@ -77,7 +77,7 @@ class Sokoban(GridTask):
 
 
 class _Map:
-    """Where everything is: walls and goal stay, player and box move."""
+    """A map: walls and goal are fixed, player and box move."""
 
     def __init__(self, rows: Sequence[str]) -> None:
         self.side = len(rows)
@@ -105,7 +105,7 @@ class _Map:
 
 
 class SokobanEpisode(GridEpisode):
-    """One game on one map. A box stuck in a corner does not end it."""
+    """One game on one map. A box stuck in a corner does not end the game."""
 
     def __init__(self, problem: Problem, task: Sokoban) -> None:
         super().__init__(problem, task)
@@ -117,7 +117,7 @@ class SokobanEpisode(GridEpisode):
         return self.map.state[1] == self.map.goal
 
     def move(self, direction: str) -> str:
-        """Walk, and push if the box is in the way."""
+        """Walk; push the box if it is in the way."""
         following = self.map.after(self.map.state, direction)
         if following is None:
             self.idle += 1

@@ -1,4 +1,4 @@
-"""Streams of problems: what a step trains on, what an evaluation measures, and which split a problem belongs to."""
+"""Streams of problems: the problems of a training step, the problems of an evaluation, and the split of a problem."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from poise.tasks.base import SPLITS, Finite, Problem, Split, Task, TaskError
 from poise.tasks.rewards.base import RewardError
 
 TEST_SHARE = 10  # one meaning in this many is for testing
-PATIENCE = 20_000  # draws in a row that belong to the other split
-ROUNDS = 100  # of draws in place of problems that are too long
+PATIENCE = 20_000  # unsuitable draws in a row before an error
+ROUNDS = 100  # rounds of draws that replace problems that are too long
 
 T = TypeVar("T")
 
@@ -26,14 +26,14 @@ def draw(
 ) -> list[Problem]:
     """The first ``count`` problems that fit the model, or an error that says what is wrong with them.
 
-    A finite task returns all its problems if it has fewer. If hardly any problem fits, the result includes some that
-    do not: playing them raises the error that says why.
+    For a finite task with fewer problems, the result has them all. If hardly any problem fits, the result includes some
+    that do not fit: starting their episodes raises the error that says why.
     """
     if isinstance(task, Finite):
         with _blamed(task, "epoch()"):
             problems = list(task.epoch(split, seed, 0)[:count])
         if not problems:
-            notes = "".join(f"; {note}" for note in getattr(task, "notes", []))  # such as: all are held out too
+            notes = "".join(f"; {note}" for note in getattr(task, "notes", []))  # a note may give the reason
             why = _why_none_held_out(task, seed) if split == "test" else notes
             raise TaskError(f"task {task.name!r} has no problem of split {split}{why}")
         return _fitting(task, problems, fits)
@@ -62,7 +62,7 @@ def _fitting(task: Task, problems: Sequence[Problem], fits: Callable[[Problem], 
 
 
 def _why_none_held_out(task: Finite, seed: int) -> str:
-    """The end of a message: a hash chooses the held-out share, so with few questions it may choose none."""
+    """The end of the message: with few questions, the hash that chooses the held-out share may choose none."""
     held_out = getattr(task, "held_out", None)
     if held_out is None:
         return "; set evaluation=off"
@@ -78,7 +78,7 @@ def data_fingerprint(task: Task) -> str | None:
 
 
 def epochs(task: Task, seed: int, problems: int) -> float:
-    """How many epochs of a finite task this number of training problems makes; 0 if problems have no end."""
+    """The number of epochs of a finite task in ``problems`` training problems; 0 for an endless task."""
     size = len(task.epoch("train", seed, 0)) if isinstance(task, Finite) else 0
     return problems / size if size else 0.0
 
@@ -88,7 +88,7 @@ def training_problems(
 ) -> list[Problem]:
     """The problems of a training step that fit the model: new random problems, or the next ``count`` of a finite set.
 
-    ``seed`` is the run's, ``step_seed`` the step's own. The result depends only on the arguments, so a resumed run
+    ``seed`` is the run's seed, ``step_seed`` the step's. The result depends only on the arguments, so a resumed run
     continues in the middle of an epoch.
     """
     if not isinstance(task, Finite):
@@ -131,8 +131,8 @@ def check_split(split: str) -> None:
 
 
 def split_of(meaning: str, share: int = TEST_SHARE) -> Split:
-    """The split of a problem, which depends only on its meaning. Equal problems have equal meanings, so none is in both
-    splits."""
+    """The split of a problem, which depends only on its meaning. Equal problems have equal meanings, so no problem is
+    in both splits."""
     digest = sha256(meaning.encode(errors="surrogatepass")).digest()
     return "test" if int.from_bytes(digest[:8], "big") % share == 0 else "train"
 

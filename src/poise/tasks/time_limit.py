@@ -17,7 +17,7 @@ class HungError(RuntimeError):
 class Worker:
     """Runs calls one after another in one thread: some libraries must always be used from the same thread.
 
-    If a call does not return in time, its thread is abandoned: it cannot be killed, but does not keep the process
+    If a call does not return in time, its thread is abandoned. It cannot be killed, but it does not keep the process
     alive. The next call gets a new thread.
     """
 
@@ -26,7 +26,7 @@ class Worker:
         self._lock = threading.Lock()
 
     def run(self, seconds: float, function: Callable[..., Any], /, *args: Any, **settings: Any) -> Any:
-        """The result of the function or of its coroutine. Exceptions are raised here."""
+        """The result of the function or of its coroutine. Its exceptions are raised here."""
         with self._lock:
             if self._jobs is None:
                 self._jobs = queue.SimpleQueue()

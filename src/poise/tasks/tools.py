@@ -1,12 +1,12 @@
 """Tool calls: parse them from a reply, check them against a JSON schema, answer them with messages.
 
-Two formats are supported. Hermes' and Qwen's, any number in a reply:
+Two formats are supported. The first is Hermes' and Qwen's, with any number of calls in a reply:
 
     <tool_call>
     {"name": "search", "arguments": {"query": "Oslo"}}
     </tool_call>
 
-and Llama 3's, where the whole reply is one JSON object (or a list of them, as in Mistral's models):
+The second is Llama 3's, where the whole reply is one JSON object (or a list of objects, as in Mistral's models):
 
     {"name": "search", "parameters": {"query": "Oslo"}}
 
@@ -26,9 +26,9 @@ from poise.tasks.base import Message
 from poise.tasks.rewards.answers import conclusion
 
 LONGEST = 20_000  # characters of a call
-MOST = 16  # calls in a reply that are answered
+MOST = 16  # the largest number of calls in a reply that are answered
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # which models write before bare JSON
+_MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # models write these before bare JSON
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -44,7 +44,7 @@ Schema = dict[str, Any]  # {"type": "function", "function": {"name": …, "param
 
 @dataclass(frozen=True)
 class Call:
-    """One call: a tool and its arguments, or why it cannot be parsed."""
+    """One call: a tool and its arguments, or the reason why it cannot be parsed."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""Problems from data sets of the user's own, scored by reward functions.
+"""Problems from the user's data sets, scored by reward functions.
 
-``sources`` finds and opens a data set, ``rows`` reads files, ``reader`` turns rows into problems, ``order`` says when
-each comes, ``task`` is the task.
+``sources`` finds and opens a data set, ``rows`` reads files, ``reader`` turns rows into problems, ``order`` determines
+their order in training, and ``task`` is the task.
 """
 
 from poise.tasks.data.rows import DataError

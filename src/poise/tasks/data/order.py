@@ -1,4 +1,7 @@
-"""The order of training problems from one or several data sets: a function of only the seed and the place."""
+"""The order of training problems from one or several data sets. It depends only on the seed and the place.
+
+A *place* is a problem's index in this order; a *walk* is the sequence of a data set's problems.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from poise.tasks.base import Problem
 from poise.tasks.data.rows import DataError, Row
 
 ENDLESS = 2**53  # the length of an epoch that has no end
-PERIOD = 1000  # problems of a mixture with a streamed set over which its weights hold exactly
+PERIOD = 1000  # in a mixture with a streamed set, the weights hold exactly over every period of this many problems
 
 
 class Table:
@@ -23,7 +26,7 @@ class Table:
         self._order = lru_cache(4)(self._shuffled)
 
     def at(self, seed: int, place: int) -> Problem:
-        """Epoch after epoch."""
+        """The problem at a place of the walk, which goes through the table epoch after epoch."""
         number, within = divmod(place, len(self.problems))
         return self.problems[self._order(seed, number)[within]]
 
@@ -42,9 +45,9 @@ class Table:
 
 
 class Stream:
-    """Problems of a set that is read while training: its rows in their order, shuffled in blocks of ``buffer`` rows.
+    """Problems of a data set that is read during training: rows in file order, shuffled in blocks of ``buffer`` rows.
 
-    Only one block is in memory. A walk goes forward; to go back it begins again.
+    Only one block is in memory. Reading only goes forward: for an earlier place it begins again.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Stream:
         self._blocks = self._read(0)
 
     def at(self, seed: int, place: int) -> Problem:
-        """Pass after pass, block after block."""
+        """The problem at a place of the walk, which reads the data set pass after pass, block by block."""
         if seed != self._seed or place < self._start:
             self._rewind(seed)
         while place >= self._start + len(self._block):
@@ -66,7 +69,7 @@ class Stream:
         return self._block[place - self._start]
 
     def leave_out(self, unfit: Callable[[Problem], bool]) -> list[Problem]:
-        """Skip the problems that do not fit from now on."""
+        """From now on, skip the problems that do not fit."""
         self.unfit.append(unfit)
         self._rewind(self._seed)
         return []
@@ -92,7 +95,7 @@ class Stream:
 
 
 class Mixture:
-    """Several data sets, each with its share of every period: by its weight, in whole numbers of problems."""
+    """Several data sets. In every period each has a whole number of problems, in proportion to its weight."""
 
     def __init__(self, parts: Sequence[Table | Stream], weights: Sequence[float], names: Sequence[str]) -> None:
         self.parts, self.weights, self.names = parts, weights, names
@@ -104,7 +107,7 @@ class Mixture:
         self.epoch.cache_clear()
 
     def _epoch(self, seed: int, number: int) -> Sequence[Problem]:
-        """An epoch: as many problems as the sets have together. With a streamed set it has no end."""
+        """An epoch: its length is the number of problems of all sets. With a streamed set the epoch has no end."""
         tables = [part for part in self.parts if isinstance(part, Table)]
         if len(tables) < len(self.parts):
             return Endless(lambda place: self._at(seed, place))
@@ -132,7 +135,7 @@ class Mixture:
 
 
 def shares(weights: Sequence[float], size: int) -> list[int]:
-    """``size`` split into whole numbers in proportion to the weights, by the largest remainders."""
+    """Split ``size`` into whole numbers in proportion to the weights, by the largest remainders."""
     exact = [size * weight / sum(weights) for weight in weights]
     found = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda part: found[part] - exact[part])
@@ -142,7 +145,7 @@ def shares(weights: Sequence[float], size: int) -> list[int]:
 
 
 class Endless(Sequence[Problem]):
-    """A sequence without an end, whose problems are made when they are asked for."""
+    """An endless sequence, whose problems are built on access."""
 
     def __init__(self, at: Callable[[int], Problem]) -> None:
         self._at = at

@@ -1,4 +1,4 @@
-"""Rows to problems: which columns hold the question and the answer, what the model is shown, what cannot be used."""
+"""From rows to problems: find the question and answer columns, build the messages, leave out unusable rows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
 ROLES = ("system", "developer", "user", "assistant", "tool")
-Names = str | Sequence[str] | None  # a column, several of which the first that there is counts, or the usual ones
+Names = str | Sequence[str] | None  # a column; or several columns, of which the first that exists counts; None: usual
 Make = Callable[[int, Row], Problem | None]  # the problem of a row, given its number; None: it has no question
 
 
 @dataclass(frozen=True)
 class Reader:
-    """How the rows of a task become problems, by its settings.
+    """Turns rows into problems by the task's settings.
 
-    ``mixed``: there are several data sets. Then the right answer is in the same column for all of them, and a
+    ``mixed`` says that there are several data sets. Then all problems have the right answer in the same column, and a
     problem's difficulty is the name of its data set.
     """
 
@@ -34,7 +34,7 @@ class Reader:
     mixed: bool
 
     def read(self, found: Rows, name: str) -> tuple[list[Problem], Make]:
-        """The problems of the rows, and what makes the problem of any other row of the data set of that name."""
+        """The problems of the rows, and the function that makes a problem of any other row of the data set ``name``."""
         source, rows = found.source, found.rows
         if not rows:
             unread = f"; {_lines(found)}" if found.unreadable else ""
@@ -71,12 +71,12 @@ class Reader:
         return problems, make
 
     def _note(self, source: str, what: str, numbers: list[int]) -> None:
-        """Note rows that a user should know about, if there are any."""
+        """Add a note for the user about these rows, if there are any."""
         if numbers:
             self.task.notes.append(f"{source}: {counted(len(numbers), 'row')} {what}: {some(numbers)}")
 
     def _columns(self, source: str, columns: Sequence[str], name: str) -> tuple[Make, str | None]:
-        """What makes the problem of a row, and the column in which rewards find the right answer."""
+        """The function that makes the problem of a row, and the column in which rewards find the right answer."""
         task = self.task
         question = _column("question", task.question, QUESTION_COLUMNS, columns, source)
         answer = _column("answer", task.answer, (), columns, source) if task.answer else _usual(GOLD_COLUMNS, columns)
@@ -151,7 +151,7 @@ def _numbers(problems: Sequence[Problem]) -> list[int]:
 
 
 def _column(what: str, named: Names, usual: Sequence[str], columns: Sequence[str], source: str) -> str:
-    """The column of questions or answers, or an error that says what to do."""
+    """The column of questions or answers. Raises an error that says what to do if there is none."""
     names = [named] if isinstance(named, str) else list(named or ())
     found = next((name for name in names if name in columns), None) or (None if names else _usual(usual, columns))
     if found is None and names:
@@ -172,7 +172,7 @@ def _usual(usual: Sequence[str], columns: Sequence[str]) -> str | None:
 
 
 def question_key(problem: Problem) -> str:
-    """Equal for the same question, whatever its spaces and letter case."""
+    """A key that is equal for the same question, whatever its spaces and letter case."""
     return " ".join(problem.data["text"].casefold().split())
 
 

@@ -34,7 +34,7 @@ class Rows:
     unreadable: list[tuple[int, str]] = field(default_factory=list)  # line, why
 
     def add(self, number: int, row: Any) -> None:
-        """A row, if it is one."""
+        """Add ``row`` to the rows, or its number to ``unreadable`` if it is not a row."""
         try:
             self.rows.append((number, plain_row(row)))
         except ValueError as error:
@@ -42,7 +42,7 @@ class Rows:
 
 
 def plain_row(row: Any) -> Row:
-    """The row in values that survive a trip through JSON."""
+    """The row in values that JSON can represent."""
     if not isinstance(row, Mapping):
         raise ValueError(f"not an object with named fields, but {short(row)}")
     found = {str(key): plain(value) for key, value in row.items()}
@@ -54,7 +54,7 @@ def plain_row(row: Any) -> Row:
 
 
 def read_file(source: str, path: Path) -> Rows:
-    """The rows of a file, by the end of its name."""
+    """The rows of a file. The end of its name determines the format."""
     found = Rows(source)
     try:
         if path.name.endswith(".parquet"):
@@ -86,14 +86,14 @@ def _read_line(found: Rows, number: int, line: bytes) -> None:
         found.add(number, json.loads(text, object_pairs_hook=_object))
     except UnicodeDecodeError:
         found.unreadable.append((number, "not UTF-8"))
-    except json.JSONDecodeError as error:  # whose own text says "line 1", which is the line in question
+    except json.JSONDecodeError as error:  # its own text says "line 1", because the line is parsed alone
         found.unreadable.append((number, f"not JSON: {error.msg} at column {error.colno}"))
     except (ValueError, RecursionError) as error:
         found.unreadable.append((number, f"not JSON: {error}"))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:
-    """A JSON object. If a key occurs twice, Python would silently keep the last value."""
+    """A JSON object. Refuses a key that occurs twice: Python would silently keep the last value."""
     row = dict(pairs)
     if len(row) < len(pairs):
         raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} is there twice")
@@ -105,7 +105,7 @@ def _twice(names: Sequence[str]) -> str:
 
 
 def _read_json(found: Rows, path: Path) -> None:
-    """A list of objects, or an object with one such list."""
+    """Read a list of objects, or an object with one such list."""
     try:
         whole = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -132,7 +132,7 @@ def _read_csv(found: Rows, lines: TextIO) -> None:
 
 
 def module(name: str, source: str) -> Any:
-    """Import a package that reading needs, or raise an error that says how to install it."""
+    """Import a package that is needed for reading, or raise an error that says how to install it."""
     try:
         return import_module(name)
     except ImportError:
@@ -141,7 +141,7 @@ def module(name: str, source: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can represent it; other values become text."""
+    """The value in a form that JSON can represent; other values become text."""
     if isinstance(value, Mapping):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

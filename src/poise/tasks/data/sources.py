@@ -1,4 +1,4 @@
-"""Data sets as people name them: files, folders, sets on the hub with configuration and splits, objects in memory."""
+"""The sources of data sets: files, folders, sets on the hub with configuration and splits, objects in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from poise.tasks.data.rows import ENDINGS, SUFFIXES, DataError, Row, Rows, modul
 
 TRAIN = "train"
 HELD_OUT = ("test", "validation")  # splits that are held out, looked for in this order
-OFF = "off"  # in place of a split's name: hold out a share of the training split instead
+OFF = "off"  # instead of a split's name: hold out a share of the training split
 IN_MEMORY = "in memory"
 LONGEST_REASON = 500  # characters of an error of datasets
 
@@ -56,9 +56,9 @@ class Source:
 
 
 def sources_of(data: Any, questions: Iterable[str], **defaults: Any) -> list[Source]:
-    """The data sets of a setting: a name, a group with one, a list of either, or rows in memory.
+    """The data sets of a setting: a name, a group of settings with a name, a list of either, or rows in memory.
 
-    A list of groups is a list of rows if its first group has one of the columns ``questions``, or no name.
+    A list of groups is a list of rows if its first group has one of the columns ``questions`` or has no name.
     """
     several = isinstance(data, list | tuple) and bool(data) and _is_named(data[0], questions)
     return [_source(each, defaults) for each in (data if several else [data])]
@@ -96,7 +96,7 @@ class Tables:
         return self.source.split or TRAIN
 
     def held_out(self) -> str | None:
-        """The held-out split of a data set; None if it has none or the user wants none."""
+        """The held-out split; None if the data set has none or the user wants none."""
         named = self.source.test_split
         if named not in (None, OFF) and self.splits is None:
             raise DataError(f"data {self.source} has no splits: leave test_split out, or name task.test_file=FILE")
@@ -105,7 +105,7 @@ class Tables:
         return next((name for name in HELD_OUT if name in (self.splits or ()) and name != self.training()), None)
 
     def only_held_out(self) -> str:
-        """The split to use of a data set that is held out entirely."""
+        """The split to use if the whole data set is held out."""
         named, splits = self.source.split or self.source.test_split, list(self.splits or ())
         if named or not splits:
             return named or TRAIN
@@ -150,9 +150,9 @@ def each_row(table: Any) -> Iterable[Row]:
 
 
 def read_all(name: str) -> list[tuple[int, Row]]:
-    """The rows of a file, or of the training split of a set; raises where one cannot be read, or where there are none.
+    """The rows of a file or of a set's training split. Raises if a row cannot be read or there are no rows.
 
-    Each comes with the number that messages show for it.
+    Each row comes with the number that messages show for it.
     """
     tables = Tables(Source(name))
     found = tables.rows(tables.training())
@@ -182,7 +182,7 @@ def _load(source: Source, split: str | None = None) -> Any:
         )
     if path.is_dir() or _may_be_hub_id(name, path):
         config = [] if source.config is None else [source.config]
-        # A stream reads the files of a folder; else datasets would take what it cached before they were changed.
+        # Streaming reads a folder's files themselves; otherwise datasets would use a cached copy of their old content.
         options: dict[str, Any] = {"streaming": True} if source.streaming or path.is_dir() else {}
         options |= {} if split is None else {"split": split}
         return _loaded(source, "load_dataset", str(path) if path.is_dir() else name, *config, **options)
@@ -221,7 +221,7 @@ def _loaded(source: Source, function: str, *arguments: Any, **options: Any) -> A
     datasets = module("datasets", str(source.name))
     try:
         return getattr(datasets, function)(*arguments, **options)
-    except Exception as error:  # the hub's and datasets' exceptions are many
+    except Exception as error:  # the hub and datasets raise many types
         why = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
         if "Config name is missing" in why or "BuilderConfig" in why:
             hint = "; choose one: data.config=NAME"

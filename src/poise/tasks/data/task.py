@@ -22,7 +22,7 @@ from poise.tasks.streams import check_split
 class Dialogue(SingleTurn):
     """An episode of one turn, which starts with the messages of a row. ``Data.score_all`` scores whole batches."""
 
-    parts: Mapping[str, float] = MappingProxyType({})  # what each reward said
+    parts: Mapping[str, float] = MappingProxyType({})  # the value of each reward
 
     def start(self) -> list[Message]:
         """The row's messages."""
@@ -38,20 +38,21 @@ class Dialogue(SingleTurn):
 class Data:
     """Your own questions: a file of them, and a reward function that scores the answers.
 
-    ``file`` is jsonl, json, csv or parquet, a folder that ``datasets`` saved, or a hub id; in Python also a table of
-    ``datasets``, a list of dicts, or anything with a length and an index. A list of data sets, each with a ``name`` and
-    perhaps a ``weight``, is a mixture. ``config`` and ``split`` choose what to train on, ``test_split`` what is held
-    out: by default ``test`` or ``validation`` if there is one; ``off``: none. ``streaming`` reads a large set while
-    training, and shuffles it in blocks of ``buffer`` rows. ``test_file`` is a data set of held-out problems. Without it
-    and without a test split, the share ``held_out`` is held out, by a hash of the question.
+    ``file`` is a file (jsonl, json, csv or parquet), a folder that ``datasets`` saved, or a hub id; in Python also a
+    table of ``datasets``, a list of dicts, or anything with a length and an index. A list of data sets, each with a
+    ``name`` and optionally a ``weight``, is a mixture. ``config`` and ``split`` choose the data to train on,
+    ``test_split`` the held-out split: by default ``test`` or ``validation`` if there is one; ``off``: none.
+    ``streaming`` reads a large set during training, and shuffles it in blocks of ``buffer`` rows. ``test_file`` is a
+    data set of held-out problems. Without it and without a test split, the share ``held_out`` is held out, by a hash of
+    the question.
 
     ``reward`` is the name of a built-in reward, ``file.py:name``, a dotted path, or a list of these, with
     ``reward_weights`` (default: 1 each). A call that hangs is cut off after ``reward_timeout`` seconds; with
     ``reward_quick`` rewards run in the trainer's own process, where nothing can cut them off. ``question`` and
-    ``answer`` name columns (of a list, the first that a data set has); without them, common names are looked for. All
-    columns reach the reward. ``difficulty`` is a column: accuracy is shown for each of its values. ``system`` is a
-    system message before the question. ``template`` is the user's message: ``{question}``, or any column in braces, is
-    replaced by its value.
+    ``answer`` name columns (of a list, the first that a data set has counts); without them, poise looks for common
+    names. The reward gets all columns. ``difficulty`` is a column: accuracy is shown for each of its values. ``system``
+    is a system message before the question. ``template`` is the user's message, in which ``{question}``, or any other
+    column in braces, is replaced by the column's value.
     """
 
     file: Any
@@ -82,14 +83,14 @@ class Data:
             raise ValueError("a dataset needs a reward: reward=math, reward=exact, or reward=my_rewards.py:correct")
         if isinstance(self.reward_weights, int | float):
             self.reward_weights = [self.reward_weights]
-        # They say which columns the data must have.
+        # The rewards determine which columns the data must have.
         self.rewards = Rewards(self.reward, self.reward_weights, self.reward_timeout, self.reward_quick)
         self.notes: list[str] = []  # what a user should know about the data
         self._load()
 
     @property
     def source(self) -> str:
-        """What the data are called in messages."""
+        """The name of the data in messages."""
         return " and ".join(map(str, self._sources()))
 
     # Problems
@@ -108,7 +109,7 @@ class Data:
         return [self._test.at(seed, place) for place in range(number * size, (number + 1) * size)]
 
     def leave_out(self, unfit: Callable[[Problem], bool], why: str, remedy: str = "") -> None:
-        """Leave out the problems that do not fit the model, and note it. ``remedy`` is the advice if none is left."""
+        """Leave out problems that do not fit the model, and note it. ``remedy`` is the advice if none is left."""
         parts = [*zip(self._train.names, ["train"] * len(self._train.parts), self._train.parts, strict=True)]
         for name, split, part in [*parts, (self.source, "test", self._test)]:
             out = part.leave_out(unfit)
@@ -132,11 +133,11 @@ class Data:
     # Scores
 
     def episode(self, problem: Problem) -> Dialogue:
-        """One turn."""
+        """An episode of one turn."""
         return Dialogue(self, problem)  # type: ignore[arg-type]
 
     def score_all(self, attempts: Sequence[Attempt]) -> list[Score]:
-        """What the rewards say, all in one call."""
+        """The scores by the rewards, all in one call."""
         rows = [attempt.problem.data["row"] for attempt in attempts]
         names = {name: None for row in rows for name in row}
         verdicts = self.rewards.score(
@@ -212,10 +213,9 @@ class Data:
 
 @dataclass
 class _Set:
-    """One data set: its problems (if it is streamed, those of the first block), and the function that makes a problem
-    of a row.
+    """One data set: its problems (of a streamed set, only the first block's), and the function that makes a problem.
 
-    ``share`` of its questions are held out, by a hash.
+    A hash holds out the share ``share`` of its questions.
     """
 
     tables: Tables
@@ -235,7 +235,7 @@ class _Set:
         return found
 
     def reserve(self, known: set[str], notes: list[str]) -> None:
-        """Leave the held-out problems of all data sets out of training."""
+        """Remove the held-out problems of all data sets from this set's training problems."""
         self.known = known
         both = [problem for problem in self.problems if question_key(problem) in known and not self._chosen(problem)]
         if both:
@@ -267,7 +267,7 @@ class _Set:
 
 @dataclass
 class Math(Data):
-    """Mathematics from a file: GSM8K, MATH, DeepScaleR, AIME and whatever has their columns, scored by ``math``."""
+    """Mathematics from a file: GSM8K, MATH, DeepScaleR, AIME and any file with such columns, scored by ``math``."""
 
     reward: Any = "math"
     template: str = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."

@@ -1,10 +1,11 @@
-"""Puzzles: drawn with exactly one solution, in words, as a ``Problem``, or read from files of the public set.
+"""Puzzles with exactly one solution: draw them, or read them from files of the public set; put them into words.
 
-A puzzle is drawn whole and thrown away unless exactly one assignment fits it. A claim has one of six forms with equal
-chance, as in the public set: plain, ``not``, ``and``, ``or``, ``->``, ``<=>``. The connectives join claims drawn
-without replacement from "NAME is a knight" for everyone and "NAME is a knave" for everyone but the speaker (who could
-not say it plainly). So people sometimes speak of themselves, and some claims can never be false, or never true.
-With ``depth`` > 1, which the public set lacks, each part is itself one of the five compound forms half of the time.
+Statements are drawn for all people together, and discarded unless exactly one assignment fits them. A claim has one of
+six forms with equal probability, as in the public set: plain, ``not``, ``and``, ``or``, ``->``, ``<=>``. The
+connectives join claims drawn without replacement from "NAME is a knight" for everyone and "NAME is a knave" for
+everyone but the speaker (nobody can say "I am a knave"). So people sometimes talk about themselves, and some claims are
+always true or always false. With ``depth`` > 1, which the public set lacks, each part is itself one of the five
+compound forms half of the time.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ _QUESTIONS = (
     "Can you tell the knights from the knaves?",
 )
 PHRASINGS = ("varied", "plain")
-ROLE = re.compile(r"\b(?ai:knight|knave)\b")  # a: else i would take "knıght" for a role that is not "knight"
+ROLE = re.compile(r"\b(?ai:knight|knave)\b")  # a: without it, i would match "knıght", which is not "knight"
 
 
 def role(knight: bool) -> str:
@@ -99,7 +100,7 @@ def listing(words: Sequence[str]) -> str:
 
 
 def say(statement: Statement, names: Sequence[str]) -> str:
-    """A statement in words, to stand in the middle of a sentence. Brackets keep nested ones unambiguous."""
+    """A statement in words, for the middle of a sentence. Brackets keep nested statements unambiguous."""
     form = statement[0]
     if form in LEAVES:
         return f"{names[statement[1]]} is a {role(form == 'telling-truth')}"
@@ -120,7 +121,7 @@ def _part(statement: Statement, names: Sequence[str]) -> str:
 
 
 def quiz(names: Sequence[str], statements: Sequence[Statement], phrasing: str, rng: Random) -> str:
-    """The text of a puzzle. ``varied`` draws its turns of phrase from ``rng``; ``plain`` is short and has only one."""
+    """The text of a puzzle. ``varied`` draws its phrases from ``rng``; ``plain`` is short and always the same."""
     claims = [say(statement, names) for statement in statements]
     if phrasing == "plain":
         spoken = [f"{name} says: {claim}." for name, claim in zip(names, claims, strict=True)]
@@ -167,7 +168,7 @@ class Puzzle:
 
     @property
     def people(self) -> int:
-        """How many people there are."""
+        """The number of people."""
         return len(self.names)
 
     def problem(self, instruction: str = "") -> Problem:
@@ -183,7 +184,7 @@ class Puzzle:
 
     @classmethod
     def of(cls, problem: Problem) -> Puzzle:
-        """The puzzle that a problem was made from."""
+        """The puzzle from which a problem was made."""
         data = problem.data
         return cls(tuple(data["names"]), tuple(data["statements"]), tuple(data["solution"]), data["quiz"], problem.id)
 
@@ -204,7 +205,7 @@ def _as_lists(value: Any) -> Any:
 def generate(
     people: int, seed: int, *, depth: int = 1, names: Sequence[str] = NAMES, phrasing: str = "varied"
 ) -> Puzzle:
-    """The puzzle of these settings: the same settings always give the same puzzle.
+    """Generate the puzzle of these settings. The same settings always give the same puzzle.
 
     The statements depend on ``people``, ``seed`` and ``depth`` alone; ``names`` (the pool to draw from) and
     ``phrasing`` (``varied`` or ``plain``) change only the words.
@@ -249,7 +250,7 @@ class Draft(NamedTuple):
 def draw(people: int, seed: int, depth: int = 1) -> Draft:
     """Statements with exactly one solution, and that solution."""
     rng = Random(f"knights-knaves {people} {depth} {seed}")
-    # For every speaker, what can be said of one person.
+    # For every speaker, the plain claims about one person.
     plain = [
         [(form, person) for person in range(people) for form in LEAVES if (form, person) != ("lying", speaker)]
         for speaker in range(people)
@@ -283,7 +284,7 @@ def _compound(form: str, plain: list[Statement], depth: int, rng: Random) -> Sta
 
 
 def read(path: str | PathLike[str]) -> list[Puzzle]:
-    """The puzzles of a file (``.jsonl``, ``.parquet``, …), in file order. Each has one solution, which is the given."""
+    """The puzzles of a file (``.jsonl``, ``.parquet``, …), in file order. Each must have one solution, the file's."""
     return [_puzzle(row, Path(path), number) for number, row in read_all(str(path))]
 
 

@@ -1,11 +1,11 @@
-"""Statements and what follows from them.
+"""Statements and their solutions.
 
 A statement is a nested tuple, as in the public set: ``("telling-truth", i)``, ``("lying", i)``, ``("not", s)`` and
 ``("and" | "or" | "->" | "<=>", s, s)``. A puzzle's statements are one per person, in speaking order.
 
-Everything here works on truth tables. With n people there are 2ⁿ assignments; bit i of the number a says whether
-person i is a knight in assignment a. A truth table is one Python integer whose bit a is the truth in assignment a, so
-that a connective is one operation on integers, whatever n is.
+Everything here works on truth tables. With n people there are 2ⁿ assignments; bit i of the number a says whether person
+i is a knight in assignment a. A truth table is one Python integer whose bit a is the truth in assignment a, so that a
+connective is one operation on integers, whatever n is.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ def _checked(statement: Any, people: int) -> Statement:
 def canonical(statements: Sequence[Statement]) -> str:
     """A text that is equal for two puzzles exactly if they mean the same.
 
-    They do if the people of one can be renamed and reordered into the people of the other so that each says something
-    logically equivalent. The text lists the statements' truth tables under the one order of the people that a search
-    picks; every step of the search looks only at things that renaming cannot change.
+    Two puzzles mean the same if renaming and reordering the people of one gives the other, with logically equivalent
+    statements. The text lists the statements' truth tables in an order of the people that a search finds; every step of
+    the search depends only on properties that renaming does not change.
 
-    The search is that of graph canonisation: colour the people by what distinguishes them, refine the colours by the
-    colours of the people around them until nothing changes, and where some still look alike, try each of them as the
-    first and keep the smallest outcome. People who can simply trade places need only one try.
+    The search is graph canonisation. Colour the people by such properties, and refine the colours by the colours of the
+    people around them until nothing changes. If some people still have the same colour, try each of them as the first
+    and keep the smallest outcome. For people who can simply trade places, one try is enough.
     """
     statements = check(statements)
     people = len(statements)
@@ -139,7 +139,7 @@ def canonical(statements: Sequence[Statement]) -> str:
 
 
 def split_of(statements: Sequence[Statement]) -> Split:
-    """Where a puzzle belongs, by its meaning alone: about a tenth of all meanings are for testing."""
+    """The split of a puzzle. It depends only on the meaning; about a tenth of all meanings are for testing."""
     return streams.split_of(canonical(statements))
 
 
@@ -151,7 +151,7 @@ def _between(tables: list[int]) -> _Between:
         own = table & knights[i]
         row = []
         for j, knight in enumerate(knights):
-            # How often the truth of the statement hangs on j alone: 0 exactly if j does not matter to it.
+            # In how many assignments the truth of the statement changes with j: 0 exactly if it does not depend on j.
             hangs = ((table ^ table >> (1 << j)) & (knight >> (1 << j))).bit_count()
             row.append((int(i == j), hangs, (table & knight).bit_count(), (own & knight).bit_count()))
         rows.append(row)
@@ -198,7 +198,7 @@ def _smallest(tables: list[int], between: _Between, colours: _Colours) -> list[i
 
 def _reorder(tables: list[int], order: list[int]) -> list[int]:
     """The tables when person ``order[k]`` becomes person k."""
-    where = list(range(len(tables)))  # where[k]: which of the original people now stands at k
+    where = list(range(len(tables)))  # where[k]: the original person who is now at k
     for k, person in enumerate(order):
         now = where.index(person)
         if now != k:
@@ -208,7 +208,7 @@ def _reorder(tables: list[int], order: list[int]) -> list[int]:
 
 
 def _swap_people(tables: list[int], i: int, j: int) -> list[int]:
-    """The tables when i and j trade places: as speakers, and in what everyone says."""
+    """The tables if i and j trade places, as speakers and in all statements."""
     i, j = min(i, j), max(i, j)
     knights = variables(len(tables))
     only_i, only_j = knights[i] & ~knights[j], knights[j] & ~knights[i]

@@ -1,9 +1,9 @@
 """Knights and Knaves as a task: its problems, the reward of a reply, and feedback on it.
 
-The reward is format ±1, then the answer: +2 (all right), −1.5 (wrong) or −2 (unreadable, or the format is broken). The
-totals are 3, −0.5, −1 and −3. Format: each of the four tags exactly once and in order; any other text is allowed.
-Answer: between the answer tags the words knight and knave occur once per person in all, and "NAME is a ROLE" is found
-for everyone. The case of ASCII letters is ignored; no other letter counts as one of them.
+The reward is the sum of ±1 for the format and +2 (all right), −1.5 (wrong) or −2 (unreadable, or broken format) for the
+answer. The totals are 3, −0.5, −1 and −3. Format: each of the four tags occurs exactly once and in order; any other
+text is allowed. Answer: between the answer tags the words knight and knave occur as many times in total as there are
+people, and "NAME is a ROLE" occurs for everyone. The case of ASCII letters is ignored; other letters never match.
 
 The reply is untrusted. Tags are counted, not matched, and no regular expression here has a repetition, so the time is
 linear in the text. Feedback uses only the claims and the reply, not the solution.
@@ -37,7 +37,7 @@ from poise.tasks.rewards.answers import tag_fault
 from poise.tasks.streams import check_split, draw_of_split
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-MOST = 3  # people whom feedback names
+MOST = 3  # the largest number of people that feedback names
 INSTRUCTION = (
     "Think first, then say who is what, in this form: "
     "<think>your reasoning</think><answer>(1) NAME is a knight (2) NAME is a knave ...</answer>"
@@ -49,10 +49,10 @@ _GENERATED = ("depth", "phrasing", "names")  # settings of puzzles that are gene
 class KnightsKnaves:
     """Knights & Knaves: endless logic puzzles, or the puzzles of a file, split into train and test by their meaning.
 
-    ``people`` is a number, several, or a range such as ``"3-7"``, which is the default; the numbers take turns. With
-    ``file`` the puzzles are those of a file in the public format (``.jsonl``, ``.jsonl.gz``, ``.parquet``), all of them
-    unless ``people`` says which. ``depth`` is how deep statements nest, ``instruction`` the text before a puzzle,
-    ``phrasing`` varied or plain, and ``names`` are the names of the people.
+    ``people`` is a number, several numbers, or a range such as ``"3-7"``, which is the default; puzzles cycle through
+    the numbers. With ``file`` the puzzles come from a file in the public format (``.jsonl``, ``.jsonl.gz``,
+    ``.parquet``), all of them unless ``people`` selects some. ``depth`` is the nesting depth of statements,
+    ``instruction`` the text before a puzzle, ``phrasing`` varied or plain, and ``names`` are the names of the people.
     """
 
     people: int | str | Sequence[int] | None = None
@@ -76,7 +76,7 @@ class KnightsKnaves:
             check_settings(people, self.depth, self.names, self.phrasing)
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Problems of one split; no meaning is in both. The puzzles of a file are repeated in another order."""
+        """Problems of one split; no meaning is in both splits. A file's puzzles repeat, each time in another order."""
         check_split(split)
         if self.file is not None:
             for number in count() if self.of_file[split] else ():
@@ -116,7 +116,7 @@ class KnightsKnaves:
         return order
 
     def score(self, problem: Problem, text: str) -> Score:
-        """Format ±1 and answer +2, −1.5 or −2, as this file's first lines say."""
+        """The reward described at the top of this file."""
         return score_reply(problem.data["names"], problem.data["solution"], text)
 
     def feedback(self, problem: Problem, text: str) -> str:
@@ -124,7 +124,7 @@ class KnightsKnaves:
         return feedback_on_reply(problem.data["names"], problem.data["statements"], text)
 
     def gold(self, problem: Problem) -> str:
-        """The right answer, as it should stand between the answer tags."""
+        """The right answer, in the form required between the answer tags."""
         return answer_text(problem.data["names"], problem.data["solution"])
 
 
@@ -172,7 +172,7 @@ def roles_of(answer: str, names: Sequence[str]) -> list[bool] | None:
 
 def named_roles(answer: str, names: Sequence[str]) -> dict[int, bool]:
     """The role that an answer gives each person, by the person's number, knight = True. The last claim counts."""
-    # Longer names first, so that in "Mary Ann is a knight" nothing is said of Ann.
+    # Longer names first, so that "Mary Ann is a knight" is not a claim about Ann.
     order = sorted(range(len(names)), key=lambda i: -len(names[i]))
     anyone = "|".join(f"({re.escape(names[i])})" for i in order)
     roles: dict[int, bool] = {}

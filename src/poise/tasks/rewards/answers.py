@@ -1,8 +1,9 @@
-r"""Finds the answer in a reply; no other module decides this. Everything here is linear in the length of the reply.
+r"""Finds the answer in a reply; no other module decides this. All functions take time linear in the reply's length.
 
-The order: ``<answer>…</answer>``; else the last ``\boxed{…}``; else the last line that begins with ``####``, as in
-GSM8K; else the text after the last "the answer is" or "answer:". Only the last statement counts: a reply cannot hedge.
-Text before ``</think>`` is ignored, and a reply with an unclosed ``<think>`` has no answer.
+The answer is, in this order of priority: ``<answer>…</answer>``; the last ``\boxed{…}``; the last line that begins with
+``####``, as in GSM8K; the text after the last "the answer is" or "answer:". Only the last of several counts, so a reply
+cannot state several answers. Text before ``</think>`` is ignored, and a reply with an unclosed ``<think>`` has no
+answer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _NUMBER = re.compile(  # 1,000 and 1 000 with any kind of space
     r"(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+",
     re.ASCII,
 )
-_END = re.compile(r"[.!?;](?=\s)(?!\s+[a-z?\\+*/=^<>-])")  # of a sentence; not in "60. or more" and "60. + 2"
+_END = re.compile(r"[.!?;](?=\s)(?!\s+[a-z?\\+*/=^<>-])")  # a sentence's end; not in "60. or more" and "60. + 2"
 _EDGES = " \t\r\n*_`"
 _QUOTES = _EDGES + "\"'"
 
@@ -50,7 +51,7 @@ def gold(text: str) -> str:
 
 
 def conclusion(text: str) -> str:
-    """The text after the reasoning; empty if a ``<think>`` is not closed. Rewards and tasks share this rule."""
+    """The text after the reasoning; empty if a ``<think>`` is not closed. Rewards and tasks both use this function."""
     after = text.rpartition("</think>")[2]
     return "" if "<think>" in after else after
 
@@ -77,7 +78,7 @@ def tag_fault(text: str, tags: Iterable[str]) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last ``\boxed{…}``, ``\fbox{…}`` or ``\boxed 5``; None if there is none, or it is open."""
+    r"""The content of the last ``\boxed{…}``, ``\fbox{…}`` or ``\boxed 5``; None without a closed box."""
     last = _last(_BOX, text)
     if last is None:
         return None
@@ -115,7 +116,7 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _sentence(text: str, start: int) -> str:
-    """From ``start`` to the end of the line or sentence; only the formula if it is in dollars."""
+    """The text from ``start`` to the end of the line or sentence. Of a formula in dollar signs, only the formula."""
     line = text[start : start + 2000].lstrip(_EDGES).split("\n", 1)[0]
     formula = re.match(r"\$\$(.+?)\$\$|\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", line)
     if formula:

@@ -1,4 +1,4 @@
-"""What rewards share: their signature, how they read completions and gold answers, and the grade they give."""
+"""Code that rewards share: reading completions and gold answers, feedback on wrong answers, and the grade."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Grade:
     """The result of all rewards for one completion.
 
     ``reward`` is the weighted sum of the rewards that apply, ``parts`` their values by name, without weights.
-    ``correct``: the first reward that applies reaches its ``correct_at`` (default 1.0).
+    ``correct`` is True if the first reward that applies reaches its ``correct_at`` (default 1.0).
     ``answer`` is the completion's answer in a normal form, so that equal answers are equal texts; None if it has none.
     ``failed`` says why there is no grade: ``reward`` is then 0.0, and training must skip the row.
     ``applies`` is False if every reward returned None: ``reward`` is then 0.0 (NaN in TRL), and training must skip the
-    row, although nothing went wrong.
+    row, but this is not an error.
     ``extra`` holds what the rewards recorded about this row with ``log_extra``.
     """
 
@@ -43,7 +43,7 @@ class Grade:
 class TrainerState:
     """The argument ``trainer_state`` of a reward: the fields of transformers' class that have a meaning here."""
 
-    global_step: int = 0  # finished steps: 0 while the first one samples
+    global_step: int = 0  # finished steps: 0 while the first step samples
     max_steps: int = 0
     epoch: float = 0.0  # passes through the data so far; 0 if problems have no end
 

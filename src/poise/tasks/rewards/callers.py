@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from poise.tasks.rewards.run import Spec
 
 LOADING = 300.0  # seconds that a worker may take for its imports
-MOST_FAILED = 0.05  # share of a batch's rows; waiting for more would take hours
+MOST_FAILED = 0.05  # share of a batch's rows that may fail; waiting for more would take hours
 
 
 class LostError(Exception):
-    """The worker did not answer in time, or has ended. It is already killed."""
+    """The worker did not answer in time, or has ended. It has already been killed."""
 
 
 class Process:
@@ -61,7 +61,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not been killed."""
+        """False once the process has been killed."""
         return self._finalizer.alive
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
@@ -82,7 +82,7 @@ class Process:
             if late.is_set():
                 raise LostError(f"took longer than {seconds:g} seconds") from None
             raise LostError(f"ended its process ({_ending(self._process.returncode)})") from None
-        except BaseException:  # interrupted: its next reply would answer this request, not the next one
+        except BaseException:  # interrupted: the worker's next reply would answer this request, not the next request
             self.kill()
             raise
         finally:
@@ -98,7 +98,7 @@ class Process:
 
 
 def _hang_up(connection: Connection, late: threading.Event | None = None) -> None:
-    """Shut the connection down at both ends, including copies in other processes, so that everyone waiting wakes up."""
+    """Shut the connection down at both ends and in other processes' copies, so that every waiting process wakes up."""
     if late is not None:
         late.set()
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
@@ -106,7 +106,7 @@ def _hang_up(connection: Connection, late: threading.Event | None = None) -> Non
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the owner is ending: it does not own the worker
+    if os.getpid() != owner:  # this is a fork of the owner that ends; it does not own the worker
         return
     _hang_up(connection)  # the supervisor then kills the worker
     try:
@@ -153,7 +153,7 @@ class Outcome:
     failed: dict[int, str] = field(default_factory=dict)
 
     def add(self, row: int, single: Outcome) -> None:
-        """Add the outcome of a call with only that row."""
+        """Add the outcome of a call with this row alone."""
         self.values[row] = single.values[0]
         self.metrics += single.metrics
         for column, values in single.extra.items():
@@ -161,7 +161,7 @@ class Outcome:
 
 
 class InProcess:
-    """A reward that runs in this process. Nothing can cut it off."""
+    """A reward that runs in this process, where nothing can cut it off."""
 
     def __init__(self, name: str, spec: Spec):
         self.name, self.spec = name, spec
@@ -187,7 +187,7 @@ class InProcess:
         return Outcome(worker.call(self.spec.reward, arguments, len(rows)), log.extra, log.metrics)
 
     def _culprit(self, batch: Batch, error: worker.WrongError) -> tuple[int | None, str]:
-        """Find the row that makes the reward raise, and the message for that row: the exception does not name it."""
+        """Find the row on which the reward raises, and its message: the exception does not name the row."""
         for row in range(len(batch.ids)):
             try:
                 self._attempt(batch, [row])
@@ -208,7 +208,7 @@ class InWorker(InProcess):
         self._warned = False
 
     def values(self, batch: Batch) -> Outcome:
-        """Call the reward on the batch. If that is cut off, call it row by row; rows that are cut off have failed."""
+        """Call the reward on the batch. If this is cut off, call it row by row; rows that are cut off then fail."""
         try:
             return super().values(batch)
         except LostError as error:

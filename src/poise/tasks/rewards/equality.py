@@ -2,7 +2,7 @@ r"""Compares an answer with the gold answer, as far as that is possible without 
 
 Where these rules differ from math-verify's, or give the same result faster:
 
-- If the gold answer is a number, the answer must be one too: ``2^{10}`` does not answer "how much is 2^10".
+- If the gold answer is a number, the answer must be a number too: ``2^{10}`` does not answer "how much is 2^10".
 - Numbers are compared exactly: 0.333 is not 1/3. ``10%`` is 10, and not 0.1. Units are not compared.
 - ``x = 5`` and ``2 + 3 = 5`` are 5. ``0 = 5``, ``2x = 5`` and ``not x = 5`` are not.
 - Tuples, lists and sets of numbers: brackets must agree; a list without brackets is a set, in any order.
@@ -74,7 +74,7 @@ def answer_number(text: str) -> Fraction | None:
 
 
 def _may_be(text: str, value: Fraction) -> bool:
-    """Whether the text before an equals sign can equal the number after it, and lists nothing else."""
+    """Whether the text before an equals sign can equal the number after it and is not a list."""
     try:
         powers = _POWER.sub(lambda match: str(int(match[1]) ** int(match[2])), _TIMES.sub("*", text))
         return evaluate(powers)[0] == value
@@ -82,12 +82,12 @@ def _may_be(text: str, value: Fraction) -> bool:
         known = number_in(text)
     if known is not None:
         return known == value
-    letter = re.search("[A-Za-z]", _ARITHMETIC.sub("", text))  # 5!/12 = 11 has none, and is not computed here
+    letter = re.search("[A-Za-z]", _ARITHMETIC.sub("", text))  # 5!/12 = 11 has no letter, and is not computed here
     return bool(letter) and not (changes_value(text) or _of_one_unknown(text) or "," in _OR.sub(",", text))
 
 
 def _is_number(text: str) -> bool:
-    """Whether a text is a number, or arithmetic with numbers alone."""
+    """Whether a text is a number, or arithmetic with only numbers."""
     try:
         evaluate(_TIMES.sub("*", text))
     except ExpressionError:
@@ -118,7 +118,7 @@ def _compare_numbers(answer: str, gold: str) -> bool | None:
 
 
 def _numbers(text: str) -> tuple[tuple[str, str], list[Fraction], list[str]] | None:
-    """Brackets, numbers, and the name before each number: "" if there is none, or the previous item's name."""
+    """Brackets, numbers, and the name before each number: without one, the previous item's name, or ""."""
     match = _BRACKETS.fullmatch(text)
     assert match is not None
     items = [text] if number(text) is not None else _OR.sub(",", match[2]).split(",")
@@ -146,7 +146,7 @@ def worth_checking(pair: tuple[str, str, bool]) -> bool:
 
 
 def spelling(answer: str) -> str:
-    """A normal form of the answer: equal answers are, as a rule, equal texts."""
+    """A normal form of the answer: equal answers usually have equal texts."""
     if len(answer) > LONGEST:
         return " ".join(answer[: 4 * LONGEST].split())
     answer = clean(answer)

@@ -1,9 +1,10 @@
 r"""Numbers and simple LaTeX in normal form, exactly and without evaluating anything.
 
-``clean`` brings a formula into a common spelling: ``\dfrac12`` is ``\frac{1}{2}``, ``1{,}234`` is ``1234``, and
-whatever does not change the value is dropped (spaces, ``\left``, ``\$``, degrees, ``\text{ cm}``). ``number`` reads
-integers, decimals, fractions, mixed numbers and powers of ten as exact fractions; ``number_in`` also finds one among
-words ("5 a day"). Units are dropped and not compared, and the percent sign is a unit: ``10%`` is 10, not 0.1.
+``clean`` brings a formula into a common spelling: ``\dfrac12`` becomes ``\frac{1}{2}``, ``1{,}234`` becomes ``1234``,
+and parts that do not change the value are removed (spaces, ``\left``, ``\$``, degrees, ``\text{ cm}``). ``number``
+reads integers, decimals, fractions, mixed numbers and powers of ten as exact fractions; ``number_in`` also finds a
+number among words ("5 a day"). Units are removed and not compared, and the percent sign is a unit: ``10%`` is 10, not
+0.1.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _ONE = re.compile(rf"[-+]?(?:{_PLAIN})(?:/\d+)?", re.ASCII)
 _MEASURED = re.compile(r"(.*[\d.}])\s+((?:a\s)?[A-Za-z]{2,}(?:\s[A-Za-z]{2,})*)")  # \frac{1}{2} cups a day
 _BESIDE = re.compile(r"[\w'\",.:;()\[\]?\s-]*")  # text that may surround an answer's number
 _LARGEST_EXPONENT = 300
-# These words change a number, or make it more than a plain one: "5 million", "not 5", "5 pm", "5 or more".
+# These words change a number, or turn it into something else: "5 million", "not 5", "5 pm", "5 or more".
 _CHANGING_WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     " eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion"
@@ -118,9 +119,9 @@ def changes_value(text: str) -> bool:
 
 
 def number_in(text: str) -> Fraction | None:
-    """The value of a clean text that is a number or contains exactly one ("about 5 of them"); else None.
+    """The value of a clean text that is a number or contains exactly one ("about 5 of them"); otherwise None.
 
-    Also None if the number is part of a formula (``x^5``, ``5k``, ``-(5)``), or a word changes it ("not 5").
+    Also None if the number is part of a formula (``x^5``, ``5k``, ``-(5)``), or if a word changes it ("not 5").
     """
     value = number(text[1:-1] if text.startswith("(") and text.endswith(")") else text)
     if value is None and (quantity := _MEASURED.fullmatch(text)) and not changes_value(quantity[2]):
@@ -141,7 +142,7 @@ def number_in(text: str) -> Fraction | None:
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of a plain number, or None. The text comes from ``clean``, or is a number from a text."""
+    """The exact value of a plain number, or None. The text comes from ``clean``, or is a number found in a text."""
     text = text.strip()
     if len(text) > LONGEST:
         return None
@@ -170,5 +171,5 @@ def _decimal(text: str) -> Fraction:
 
 
 def exact(text: str) -> str:
-    """The formula with fractions for decimals: computer algebra rounds decimals, and takes 3.141593 for pi."""
+    """Replace decimals by fractions: computer algebra rounds decimals, and treats 3.141593 as pi."""
     return _POINT.sub(lambda match: rf"\frac{{{int(match[1] + match[2])}}}{{1{'0' * len(match[2])}}}", text)

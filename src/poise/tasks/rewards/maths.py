@@ -19,19 +19,19 @@ from poise.tasks.rewards.callers import LostError, Process
 
 MOST_WORKERS = 4
 REMEMBERED = 20_000  # pairs of answer and gold: a group often repeats the same answer
-PATIENCE = 300.0  # wall-clock seconds, in case the machine is stuck: a check is limited by its processor time
+PATIENCE = 300.0  # wall-clock seconds, in case the machine hangs; checks have a limit on their processor time
 Pair = tuple[str, str, bool]  # gold, answer, lenient
 MISSING = f"math needs math-verify; {how_to_install('math')} (the reward 'number' compares plain numbers without it)"
 
 
 @dataclass(frozen=True)
 class Math:
-    r"""1.0 where the stated answer (``\boxed{}``, ``<answer>``, ``####``, "the answer is") equals the gold one, or 0.0.
+    r"""1.0 if the answer (``\boxed{}``, ``<answer>``, ``####``, "the answer is") equals the gold answer, else 0.0.
 
-    Most answers need no computer algebra. The others go to math-verify, which gets ``seconds`` of processor time for
-    each. An answer that takes longer is wrong, and the metric ``math/cut_off`` counts it. With ``last_number`` the last
+    Most answers need no computer algebra. math-verify checks the others, with ``seconds`` of processor time for each.
+    An answer that takes longer is wrong, and the metric ``math/cut_off`` counts it. With ``last_number`` the last
     number counts if a reply states no answer. With ``lenient`` only math-verify decides, by its own rules. ``column``
-    holds the right answer; by default a column with a common name.
+    has the right answer; by default it is a column with a common name.
     """
 
     seconds: float = 1.0
@@ -59,12 +59,12 @@ class Math:
         return [float(any(equal[pair] for pair in value)) if isinstance(value, list) else value for value in values]
 
     def answer(self, text: str) -> str | None:
-        """The reply's answer in a normal form: equal answers are, as a rule, equal texts."""
+        """The reply's answer in a normal form: equal answers usually have equal texts."""
         answer = self._final_answer(text)
         return None if answer is None else equality.spelling(answer) or None
 
     def feedback(self, text: str, value: float) -> str:
-        """The wrong answer that was read, or how to write one."""
+        """The wrong answer that was read, or how to write an answer."""
         form = r"Put the final answer within \boxed{}."
         return "" if value >= 1 else wrong_answer_feedback(self._final_answer(text) or None, text, form)
 
@@ -75,7 +75,7 @@ class Math:
         return answer
 
     def _decide(self, answer: str | None, golds: list[str], open_pairs: dict[Pair, bool]) -> float | list[Pair] | None:
-        """The value; or the pairs that math-verify must check, which are also added to ``open_pairs``."""
+        """The reward's value, or the pairs that math-verify must check, which are also added to ``open_pairs``."""
         if not golds:
             return None
         if answer is None:
@@ -103,7 +103,7 @@ class Checks:
         self._idle: list[Process] = []
 
     def equal(self, pairs: Sequence[Pair], seconds: float) -> tuple[dict[Pair, bool], int]:
-        """For each pair whether gold and answer are equal; and how many of the checks were cut off, now or earlier."""
+        """For each pair, whether gold and answer are equal; and the number of checks cut off, now or earlier."""
         with self._lock:
             unknown = [pair for pair in pairs if pair not in self._results]
             if count := min(_processors(), MOST_WORKERS, -(-len(unknown) // 4)):
@@ -121,7 +121,7 @@ class Checks:
             self._idle.pop().kill()
 
     def _check(self, pair: Pair, seconds: float) -> bool | None:
-        for again in (False, True):  # retry once: if somebody killed the worker, the answer is not at fault
+        for again in (False, True):  # retry once: the worker may have been killed from outside
             process = _start() if again else self._idle_or_new()
             with suppress(LostError):
                 equal: bool | None = process.ask({"pair": pair, "seconds": seconds}, PATIENCE)["equal"]

@@ -34,9 +34,9 @@ TABLE = {kind.__name__.lower(): kind for kind in (Exact, Choice, Number, Math, R
 
 @dataclass(frozen=True)
 class Spec:
-    """A reward, and how a worker process finds it; ``module`` is None if it cannot.
+    """A reward, and its location for a worker process; ``module`` is None if a worker cannot load it.
 
-    ``foreign``: not part of poise. ``code``: fingerprint of its files when it was loaded.
+    ``foreign`` says that it is not part of poise. ``code`` is the fingerprint of its files when it was loaded.
     """
 
     reward: Callable[..., Any]
@@ -49,15 +49,15 @@ class Spec:
 
 
 def get(text: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The reward of that name: ``get("regex(pattern='x')")``, ``get("file.py:name")``, ``get("package.module.name")``.
+    """Load a reward: ``get("regex(pattern='x')")``, ``get("file.py:name")``, ``get("package.module.name")``.
 
-    In ``name(settings)``, the class or function is called with the settings, and returns the reward.
+    For ``name(settings)`` the class or function is called with the settings and returns the reward.
     """
     return find(text).reward
 
 
 def find(text: str | Callable[..., Any]) -> Spec:
-    """The reward of that name, and how a worker process finds it. A Python object stays in this process."""
+    """Load a reward, with its location for a worker process. A Python object stays in this process."""
     text = live.resolve(text)
     if not isinstance(text, str):
         if not callable(text):
@@ -98,7 +98,7 @@ def _check_reach(name: str) -> None:
 
 
 def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """The name and its settings. Unlike ``read_call``, a name may have any characters of a path, such as blanks."""
+    """The name and its settings. Unlike in ``read_call``, a name may have any characters of a path, such as blanks."""
     name, bracket, rest = text.strip().partition("(")
     if not name or any(char in name for char in "'\"\n"):
         raise ValueError(f"cannot read the reward {short(text)}; write name, name(setting=value) or file.py:name")
@@ -145,7 +145,7 @@ class Rewards(AbstractContextManager["Rewards"]):
         environments: Sequence[Any] | None = None,
         reported: dict[str, list[float]] | None = None,
     ) -> list[Grade]:
-        """One grade per completion. ``columns`` are the data's, one value per row; ``ids`` name rows in messages.
+        """One grade per completion. ``columns`` are the data's, with one value per row; ``ids`` name rows in messages.
 
         Values that the rewards report with ``log_metric`` are added to ``reported``, by name.
         """
@@ -174,9 +174,9 @@ class Rewards(AbstractContextManager["Rewards"]):
         return InWorker(name, spec, self.timeout) if isolated and not self.quick else InProcess(name, spec)
 
     def feedback(self, text: str, parts: Mapping[str, float]) -> str:
-        """What is wrong with a reply, reward by reward; ``parts`` are those of its grade.
+        """What is wrong with a reply, reward by reward. ``parts`` comes from its grade.
 
-        For rewards that are not part of poise it gives the value. It never reveals the right answer.
+        For rewards that are not part of poise, the text has the value. It never reveals the right answer.
         """
         sentences = []
         for name, spec in zip(self.names, self.specs, strict=True):
@@ -189,12 +189,12 @@ class Rewards(AbstractContextManager["Rewards"]):
         return " ".join(filter(None, sentences))
 
     def answer_columns(self) -> list[str | None]:
-        """The columns in which poise's own rewards look for the right answer; None stands for the usual names."""
+        """The columns in which poise's own rewards look for the right answer; None means the usual names."""
         own = [spec.reward for spec in self.specs if type(spec.reward) in TABLE.values()]
         return [reward.column for reward in own if hasattr(reward, "column")]
 
     def close(self) -> None:
-        """End the worker processes. They also end when this process ends, for whatever reason."""
+        """End the worker processes. They also end when this process ends, whatever the cause."""
         for caller in self._callers:
             caller.close()
 

@@ -16,7 +16,7 @@ from poise.tasks.rewards.base import gold_of, text_of, wrong_answer_feedback
 class Compares:
     """A reward of 1.0 for the right answer and 0.0 for any other; None if the data has no answer.
 
-    ``column`` holds the right answer; by default a column with a common name.
+    ``column`` has the right answer; by default it is a column with a common name.
     """
 
     __name__: ClassVar[str]
@@ -38,7 +38,7 @@ class Compares:
         raise NotImplementedError
 
     def feedback(self, text: str, value: float) -> str:
-        """The wrong answer that was read, or how to write one."""
+        """The wrong answer that was read, or how to write an answer."""
         return "" if value >= 1 else wrong_answer_feedback(self.answer(text), text, self.form)
 
     def _value(self, text: str, golds: list[str]) -> float:
@@ -48,9 +48,9 @@ class Compares:
 
 @dataclass(frozen=True)
 class Exact(Compares):
-    """The answer is the gold text; whitespace does not matter. If a reply states no answer, the whole reply counts.
+    """The answer is the gold text; whitespace is ignored. If a reply states no answer, the whole reply counts.
 
-    With ``ignore_case`` capitals do not matter.
+    With ``ignore_case`` upper and lower case are equal.
     """
 
     ignore_case: bool = False
@@ -113,7 +113,7 @@ class Choice(Compares):
         return None if re.match(r"\s+[a-z]", rest) or self._another(match[1], rest) else match[1].upper()
 
     def _another(self, letter: str, rest: str) -> bool:
-        """Whether a second letter follows: ``A, B``, ``A/B``, ``(A) and (B)``, ``A B``. Then there is no choice."""
+        """Whether a second letter follows: ``A, B``, ``A/B``, ``(A) and (B)``, ``A B``. Then there is no answer."""
         letters = self.letters if letter.isupper() else self.letters.lower()
         separator = r"[\s)\]}*_$.({[]*(?:(?:[,/;&+|\-]|and\b|or\b)[\s)\]}*_$({[]*)+"
         match = re.match(rf"(?:{separator}|[\s)\]}}*_$.]*[({{[]|[)\]}}*_$]*\s+(?=.\W*$))([{letters}])(?![\w'’])", rest)
@@ -122,7 +122,7 @@ class Choice(Compares):
 
 @dataclass(frozen=True)
 class Number(Compares):
-    """The answer is the gold number, exactly, or within ``tolerance`` times its size.
+    """The answer is the gold number, exactly, or within ``tolerance`` times its absolute value.
 
     With ``last_number`` the last number counts if a reply states no answer, as is usual for GSM8K.
     """
@@ -166,13 +166,13 @@ def _number_in(text: str) -> Fraction | None:
 class Regex:
     """1.0 if ``pattern`` occurs anywhere in the reply, reasoning included, else 0.0.
 
-    With ``ignore_case`` capitals do not matter.
+    With ``ignore_case`` upper and lower case are equal.
     """
 
     pattern: str = ""
     ignore_case: bool = False
     __name__ = "regex"
-    isolated: ClassVar[bool] = True  # a pattern may take for ever on some texts
+    isolated: ClassVar[bool] = True  # a pattern may never finish on some texts
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:
@@ -188,7 +188,7 @@ class Regex:
         return [float(bool(pattern.search(text_of(completion)))) for completion in completions]
 
     def feedback(self, text: str, value: float) -> str:  # noqa: ARG002
-        """Says that the form is wrong, without the pattern: it may hold the answer."""
+        """Says that the form is wrong, but not the pattern, because it may contain the answer."""
         return "" if value >= 1 else "The reply does not have the form that is asked for."
 
 
@@ -196,8 +196,8 @@ class Regex:
 class Format:
     """1.0 if the reply is ``<think>…</think><answer>…</answer>`` and otherwise only blanks, else 0.0.
 
-    Each tag of ``tags`` occurs once, in this order. With ``rest`` text may follow the last. With ``opened`` the prompt
-    has already opened the first tag, as some chat templates do, and the reply begins inside it.
+    Each tag of ``tags`` must occur once, in this order. With ``rest``, text may follow the last tag. With ``opened``,
+    the prompt has already opened the first tag, as some chat templates do, and the reply begins inside it.
     """
 
     tags: tuple[str, ...] = ("think", "answer")

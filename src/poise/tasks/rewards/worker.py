@@ -1,7 +1,7 @@
 """Calls a reward. Run as a script, this is the worker process in which a reward runs, so that it can be killed.
 
-The script needs only the standard library: it imports neither poise nor torch, unless the reward does. Requests and
-replies are JSON, and nothing is unpickled. A reply carries the number of its request.
+The script needs only the standard library. It imports neither poise nor torch, but a reward may. Requests and replies
+are JSON, and nothing is unpickled. A reply has the number of its request.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _check_arguments(reward: Callable[..., Any], arguments: Mapping[str, Any]) -
 
 
 def result_of(value: Any) -> Any:
-    """The value, or the result of a coroutine. It runs in another thread: in a notebook, this one runs a loop."""
+    """The value, or the result of a coroutine. A coroutine runs in another thread: a notebook's has a loop."""
     if not inspect.isawaitable(value):
         return value
 
@@ -216,13 +216,13 @@ def serve_math(connection: Connection) -> NoReturn:
         reply(connection, request, wrong=f"{type(error).__name__}: {error}")
         sys.exit()
     reply(connection, request)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # parsers complain there about models' texts
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # parsers write warnings about models' texts there
     current = mmap.mmap(-1, 8)  # the number of the fork's current request
     while True:
         if (fork := os.fork()) == 0:
             _check_all(connection, check, current)
         code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-        if code in (0, -signal.SIGKILL, -signal.SIGTERM):  # no more requests, or killed by somebody else
+        if code in (0, -signal.SIGKILL, -signal.SIGTERM):  # no more requests, or killed from outside
             sys.exit(abs(code))
         reply(connection, {"number": int.from_bytes(current[:], "big")}, equal=None)
 
@@ -255,7 +255,7 @@ def limit_memory() -> None:
 
 
 def _math_check() -> Callable[[str, str, bool], bool]:
-    """A function that compares two formulas. It is warmed up: the first use of each part of sympy is slow."""
+    """A function that compares two formulas, already warmed up: the first use of each part of sympy is slow."""
     import logging
     from dataclasses import replace
 
@@ -301,7 +301,7 @@ WARM_UP = (
 def supervise(worker: int, connection: Connection) -> NoReturn:
     """Wait until the worker ends, or the trainer ends or hangs up; then kill every process that the worker started.
 
-    No user code runs here, so nothing can prevent this. On Linux orphans become children of this process, even those
+    No user code runs here, so nothing can prevent this. On Linux, orphans become children of this process, even orphans
     in another session.
     """
     threading.Thread(target=_kill_at_hang_up, args=(worker, connection), daemon=True).start()
