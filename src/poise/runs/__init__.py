@@ -1,1 +1,1 @@
-"""A run's outputs: its folder and lock, the console, plots, trackers; ``subscribers`` follow its steps."""
+"""The outputs of a run: folder and lock, plots, trackers; ``subscribers`` follow its steps."""

@@ -1,4 +1,4 @@
-"""What a run's curves can be drawn over: steps, sampled tokens or seconds."""
+"""The x axes of a run's curves: steps, sampled tokens or seconds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from itertools import accumulate
 from typing import Any, TypeGuard
 
 AXES = {"step": "step", "tokens": "sampled tokens", "seconds": "seconds"}  # name: label
-LARGEST = 1e300  # nothing draws larger values
+LARGEST = 1e300  # larger values are not drawn
 
 
 def x_values(metrics: Sequence[Mapping[str, Any]], axis: str) -> list[float] | None:
     """The x value of each record of ``RunFolder.metrics()``; None if the run has not recorded that axis.
 
-    Seconds are those of the steps, without evaluations and pauses. A record that is not a step, such as an evaluation,
-    has the x value of the step before it.
+    Seconds count only steps, not evaluations or pauses. A record that is not a step, such as an evaluation, has the x
+    value of the step before it.
     """
     if axis == "step":
         return [record["step"] for record in metrics]
@@ -26,5 +26,5 @@ def x_values(metrics: Sequence[Mapping[str, Any]], axis: str) -> list[float] | N
 
 
 def drawable(value: Any) -> TypeGuard[float]:
-    """Whether a value from a metrics file, which anyone may have written, is a number that can be drawn."""
+    """Whether a value from an untrusted metrics file is a number that can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST

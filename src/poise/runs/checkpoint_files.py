@@ -1,7 +1,7 @@
-"""Checkpoints on disk: written whole or not at all, sealed by a manifest, and verified before anything is read.
+"""Checkpoints on disk: written completely or not at all, sealed by a manifest, and verified before reading.
 
-A checkpoint is filled in a temporary folder, synced, given ``manifest.json`` with the checksum of every file, and
-renamed into place. The manifest also names the step, the seed and the settings of the run that it belongs to.
+A checkpoint is written to a temporary folder, synced, sealed by ``manifest.json`` with the checksum of every file, and
+renamed to its final name. The manifest also contains the step, and the seed and settings of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from poise.runs.folder import CheckpointError, RunFolder, step_of
 
 T = TypeVar("T")
 _ROUNDING = "the rest of the run rounds differently"
-# The settings that a resumed run may change, and what the user is told then. All others are fixed.
+# The settings that a resumed run may change, each with the message about its effect. All others are fixed.
 CHANGEABLE = {
     **dict.fromkeys(("run", "steps", "budget", "tracking", "checkpoint_every", "keep_checkpoints"), ""),
     **dict.fromkeys(("rollouts_every", "rollout.vllm_memory"), ""),
@@ -35,7 +35,7 @@ CHANGEABLE = {
 
 
 class OtherSettingsError(ValueError):
-    """A checkpoint's settings differ from the run's; ``difference`` says which."""
+    """A checkpoint's settings differ from the run's; ``difference`` describes how."""
 
     def __init__(self, difference: str) -> None:
         self.difference = difference
@@ -51,14 +51,14 @@ class CheckpointFiles:
 
     @cached_property
     def _origin(self) -> dict[str, Any]:
-        """Identifies this run's checkpoints: its seed and the settings that cannot change, as JSON returns them."""
+        """Identifies this run's checkpoints: the seed and the fixed settings, as JSON values."""
         config = self.run.config
         fixed = {key: value for key, value in dotted(config) if key not in CHANGEABLE}
         return {"seed": config.get("seed"), "settings": loads(dumps(fixed))}
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """An empty folder to fill. On success it becomes the checkpoint of ``step``, and the oldest ones are removed.
+        """An empty folder to fill. On success it becomes the checkpoint of ``step``, and the oldest are removed.
 
         A kill at any moment leaves either the old checkpoints or the new ones.
         """
@@ -69,14 +69,14 @@ class CheckpointFiles:
             temporary.mkdir(parents=True)
             yield temporary
             seal(temporary, {"step": step, **self._origin})
-            run.metrics_file.sync()  # the metrics up to this step must survive a power cut as the checkpoint does
+            run.metrics_file.sync()  # the metrics must survive a power cut if the checkpoint does
             if folder.exists():
                 os.replace(folder, old)
             os.replace(temporary, folder)
             sync_folder(folder.parent)
         except BaseException as error:
             remove_leftovers(folder.parent)
-            # safetensors and tokenizers, written in Rust, raise their own error types for a full disk.
+            # safetensors and tokenizers are written in Rust and raise their own errors if the disk is full.
             if isinstance(error, OSError | SafetensorError) or "(os error " in str(error):
                 raise CheckpointError(self._write_failure(step, error)) from error
             raise
@@ -86,10 +86,10 @@ class CheckpointFiles:
             remove(run.checkpoint(other))
 
     def load(self, read: Callable[[Path], T], *, say: Callable[[str], None] = complain) -> tuple[int, T] | None:
-        """Read the newest intact checkpoint: its step and the result of ``read``; None if there is no checkpoint yet.
+        """The step of the newest intact checkpoint, and the result of ``read``; None if there is no checkpoint yet.
 
-        An unreadable checkpoint is reported to ``say``, and the one before it is tried. If an intact one does not
-        fit into memory, CheckpointError is raised instead.
+        If a checkpoint is unreadable, ``say`` gets a message and the one before it is tried. If an intact checkpoint
+        does not fit into memory, this raises CheckpointError instead.
         """
         failures: list[str] = []
         others: list[OtherSettingsError] = []
@@ -125,7 +125,7 @@ class CheckpointFiles:
     def verify(self, step: int, within: str = "") -> None:
         """Raise ValueError or OSError unless the checkpoint of a step is intact and belongs to this run.
 
-        ``within`` limits the check of checksums to a folder of the checkpoint.
+        ``within`` limits the check of checksums to a subfolder of the checkpoint.
         """
         manifest, origin = verify(self.run.checkpoint(step), within), self._origin
         if manifest.get("step", step) != step:
@@ -138,7 +138,7 @@ class CheckpointFiles:
                 raise OtherSettingsError(f"{key} = {short(now.get(key))} instead of {short(saved.get(key))}")
 
     def _write_failure(self, step: int, error: BaseException) -> str:
-        """The message: what failed, which earlier checkpoint is intact, and what to do."""
+        """The error message: what failed, which earlier checkpoint is intact, and what to do."""
         intact = "there is no earlier one"
         for earlier in reversed([other for other in self.run.checkpoints() if other != step]):
             try:
@@ -153,9 +153,9 @@ class CheckpointFiles:
 
 
 def verify_model(folder: Path) -> None:
-    """Raise CheckpointError if ``folder`` is the model of a checkpoint and differs from what was saved.
+    """Raise CheckpointError if ``folder`` is the model of a checkpoint and differs from the saved files.
 
-    Any other model has no manifest beside it, and is not checked.
+    Other models have no manifest, so they are not checked.
     """
     checkpoint = folder.resolve().parent
     run = RunFolder(checkpoint.parent.parent)
@@ -173,7 +173,7 @@ def verify_model(folder: Path) -> None:
 
 
 def dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their dotted keys: ``optim.lr`` for a key within a group."""
+    """Settings with dotted keys: a key within a group becomes ``optim.lr``."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from dotted(value, f"{prefix}{key}.")

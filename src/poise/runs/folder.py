@@ -1,19 +1,19 @@
-"""The run folder: everything that a run writes, and what it resumes from.
+"""The run folder: the files that a run writes and from which it resumes.
 
     config.json, data.json         the run's settings; the fingerprint of its dataset, if it has one
-    code.json                      the hashes of the user's own code, for each version that it was trained with
+    code.json                      the hashes of the user's own code, for each version that the run used
     metrics.jsonl                  one line per step, append-only
-    environment.json, models.json  versions and hardware of every start; checkpoints of run folders as frozen models
+    environment.json, models.json  versions and hardware at every start; the checkpoints of runs that serve as models
     rollouts/step-000010.jsonl.gz  the responses of a step, with their scores
-    tokens/step-000010.safetensors their tokens, each with its log-probability, weight and so on
-    checkpoints/step-000010/       what a resumed run starts from (``poise.runs.checkpoint_files``)
+    tokens/step-000010.safetensors the tokens of these responses, with log-probabilities, weights and more
+    checkpoints/step-000010/       the state from which a resumed run continues (``poise.runs.checkpoint_files``)
     before.json, summary.json      held-out accuracy before training; the final results
-    problems.json, diverged.json   those results by problem; the step at which the gradient was not finite
-    warnings.json                  what keeps the run from learning (``poise.runs.subscribers.warnings``)
-    owner.json                     the process that trains here, while one does (``poise.runs.lock``)
+    problems.json, diverged.json   the final results by problem; the step at which the gradient was not finite
+    warnings.json                  reasons why the run does not learn (``poise.runs.subscribers.warnings``)
+    owner.json                     the process that is training here, if any (``poise.runs.lock``)
 
-A kill at any moment leaves only complete files, except for the last line of metrics.jsonl: readers ignore it if torn.
-One process writes to a run at a time; any number may read.
+A kill at any moment leaves only complete files, except that the last line of metrics.jsonl may be torn; readers ignore
+a torn last line. One process writes to a run at a time; any number of processes may read.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _OWN = (
     *("config.json", "data.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "problems.json"),
     *("models.json", "code.json", "diverged.json", "warnings.json", "curve.png", "rollouts", "tokens", "checkpoints"),
 )
-LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses: a hostile 10 MB file can unpack to 10 GB
-ASIDE = "set-aside-"  # prefix of an unreadable checkpoint that the run continued without
+LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses; a hostile 10 MB file can unpack to 10 GB
+ASIDE = "set-aside-"  # prefix of an unreadable checkpoint without which the run continued
 COPY = "put the file back from a copy"
 
 
 class DamagedError(UserError, ValueError):
-    """A file of a run is not what poise wrote. The message names it, and says what to do."""
+    """A file of a run is not as poise wrote it. The message names the file and says what to do."""
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -86,7 +86,7 @@ class RunFolder:
     def open(cls, path: str | Path, *, keep: int = 2, resume: bool = True) -> RunFolder:
         """Open the run in a folder to resume it. ``resume=False`` only reads, and is safe while a process trains there.
 
-        Resuming removes what a killed process left half-written.
+        Resuming removes half-written files of a killed process.
         """
         run = cls(path, keep=keep)
         if not run._config.is_file():
@@ -110,7 +110,7 @@ class RunFolder:
         """Remove the files of a run that never began, so that its folder can be used again."""
         for name in (*_OWN, "tensorboard", "wandb"):
             remove(self.path / name)
-        with suppress(OSError):  # it is not empty, or a link, or where a disk is mounted
+        with suppress(OSError):  # the folder is not empty, is a link, or is a mount point
             self.path.rmdir()
 
     @property
@@ -122,7 +122,10 @@ class RunFolder:
         return config
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the run's settings. Infinities stay as Python reads them, because a resumed run needs them."""
+        """Write the run's settings.
+
+        Infinities are written as Python's JSON reads them, because a resumed run needs them.
+        """
         with replacing(self._config) as file:
             file.write(json.dumps(dict(config), indent=2).encode("ascii") + b"\n")
 
@@ -140,8 +143,8 @@ class RunFolder:
             raise DamagedError(f"{path} cannot be read as JSON: {COPY}") from None
 
     def code_versions(self) -> list[Code]:
-        """The hashes of the user's own code when the run began, and after each edit that was accepted since."""
-        if not (self.path / "code.json").exists():  # the run names no code, or is of an older version
+        """The hashes of the user's own code at the run's start and after each accepted edit."""
+        if not (self.path / "code.json").exists():  # the run names no code, or an older version wrote it
             return []
         match self.read_json("code.json"):
             case [*versions] if versions and all(_is_version(each) for each in versions):
@@ -149,7 +152,7 @@ class RunFolder:
         raise DamagedError(f"{self.path}/code.json does not hold hashes of code as poise writes them: {COPY}")
 
     def began(self) -> datetime:
-        """When the run began, by ``environment.json``; now, if it has not begun."""
+        """The time when the run began, from ``environment.json``; the present time if it has not begun."""
         try:
             return datetime.fromisoformat(self.read_json("environment.json")["began"])
         except (TypeError, KeyError, ValueError):
@@ -162,11 +165,11 @@ class RunFolder:
         self.metrics_file.append(step, metrics)
 
     def log_more(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the line of a step that is logged already."""
+        """Add metrics to the line of a step that is already logged."""
         self.metrics_file.rewrite(lambda record: {**record, **metrics} if record["step"] == step else record)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of every step, one dict each, including "step"."""
+        """The metrics of every step, one dict per step, including "step"."""
         return self.metrics_file.records()
 
     # Rollouts
@@ -196,7 +199,7 @@ class RunFolder:
         return _steps(self._rollouts, ".jsonl.gz")
 
     def save_tokens(self, step: int, arrays: Mapping[str, Tensor], texts: Mapping[int, str]) -> Path:
-        """Write the tokens of those responses (``recorder.token_arrays``), and the text of each distinct token."""
+        """Write the tokens of a step's responses (``recorder.token_arrays``), and the text of each distinct token."""
         path = self.tokens_path(step)
         with replacing(path) as file:
             file.write(save(dict(arrays), {"texts": dumps({str(k): v for k, v in texts.items()}).decode("ascii")}))
@@ -235,15 +238,15 @@ class RunFolder:
         return _steps(self._checkpoints, "")
 
     def progress(self) -> tuple[int, int]:
-        """The step of the newest checkpoint, 0 if there is none, and the tokens sampled until then."""
+        """The step of the newest checkpoint (0 if there is none), and the tokens sampled up to that step."""
         step = max(self.checkpoints(), default=0)
         return step, max((line.get("tokens/total") or 0 for line in self.metrics() if line["step"] <= step), default=0)
 
     def rewind(self, step: int, *, say: Callable[[str], None] = complain) -> None:
-        """Remove everything after ``step``, so that a run resumed there ends as if it had never been interrupted.
+        """Remove all records after ``step``, so that a run resumed there ends as if it had never been interrupted.
 
-        A later checkpoint, which could not be read, is renamed to ``set-aside-…`` instead. ``say`` reports it if the
-        metrics lack one of the steps 1 to ``step``, or repeat one.
+        A later checkpoint, which could not be read, is renamed to ``set-aside-…`` instead. If the metrics lack or
+        repeat one of the steps 1 to ``step``, ``say`` gets a message.
         """
         self.metrics_file.rewrite(lambda record: record if record["step"] <= step else None)
         logged = [record["step"] for record in self.metrics()]
@@ -270,7 +273,7 @@ class RunFolder:
 
 
 class MetricsFile:
-    """The metrics of a run."""
+    """The file with the metrics of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -286,7 +289,7 @@ class MetricsFile:
             try:
                 while line:
                     line = line[file.write(line) :]
-            except OSError:  # disk full: leave no half line before the next one
+            except OSError:  # disk full: remove the incomplete line
                 os.truncate(self.path, before)
                 raise
 
@@ -295,7 +298,7 @@ class MetricsFile:
         return [record for _, record in self._lines()]
 
     def rewrite(self, change: Callable[[Record], Record | None]) -> None:
-        """Replace each line by what ``change`` makes of it; None removes it. A torn last line is removed too."""
+        """Replace each record by ``change(record)``; None removes it. A torn last line is removed too."""
         changed = ((line, record, change(record)) for line, record in self._lines())
         text = b"".join(line if new is old else dumps(new) for line, old, new in changed if new is not None)
         if self.path.exists() and self.path.read_bytes() != text:
@@ -303,7 +306,7 @@ class MetricsFile:
                 file.write(text)
 
     def sync(self) -> None:
-        """Wait until everything is on the disk."""
+        """Wait until the file is on the disk."""
         if self.path.exists():
             with self.path.open("r+b") as file:
                 os.fsync(file.fileno())
@@ -325,13 +328,13 @@ class MetricsFile:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint, by the name of its folder; 0 if the folder is no checkpoint."""
+    """The step of a checkpoint, from the name of its folder; 0 if the folder is no checkpoint."""
     match = re.fullmatch(_STEP, checkpoint.name)
     return int(match[1]) if match else 0
 
 
 def _is_version(data: Any) -> bool:
-    """Whether ``data``, read from ``code.json``, has the hashes of files by the path of the code."""
+    """Whether ``data``, read from ``code.json``, maps each path of code to the hashes of its files."""
     code = data.get("code") if isinstance(data, dict) else None
     return isinstance(code, dict) and all(isinstance(files, dict) for files in code.values())
 

@@ -1,4 +1,4 @@
-"""Which folders are runs, and how far each has trained. Reads only small JSON files, and imports no torch."""
+"""Finds run folders and their progress. Reads only small files, and imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from poise._lib.files import loads, read_json
 from poise.runs.lock import is_owned
 
-PLAN = "plan.json"  # of a comparison, in its folder
-DEEPEST = 6  # levels of folders below the one that is searched; a comparison's runs are three below it
+PLAN = "plan.json"  # in the folder of a comparison
+DEEPEST = 6  # levels of folders to search; a comparison's runs are three levels below it
 _WRITTEN = ("metrics.jsonl", "before.json")  # only runs write these
-_TAIL = 1 << 20  # bytes: more than a line of metrics has
+_TAIL = 1 << 20  # bytes; a line of metrics is shorter
 
 
 def is_comparison(folder: Path) -> bool:
@@ -22,7 +22,7 @@ def is_comparison(folder: Path) -> bool:
 
 
 def is_run(folder: str | Path) -> bool:
-    """Whether a folder is a run folder, even without a checkpoint or with a damaged config.json."""
+    """Whether a folder is a run folder. It may lack a checkpoint, and config.json may be damaged."""
     settings = Path(folder) / "config.json"
     if settings.is_file() and any(settings.with_name(name).is_file() for name in _WRITTEN):
         return True
@@ -31,7 +31,7 @@ def is_run(folder: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class Listed:
-    """One run in a list. ``before`` and ``after`` are held-out accuracies, None if not measured."""
+    """One run in a list. ``before`` and ``after`` are held-out accuracies; None if not measured."""
 
     folder: Path
     state: str  # training, finished, diverged, stopped or damaged
@@ -43,7 +43,7 @@ class Listed:
     planned: int | None
     before: float | None
     after: float | None
-    changed: float  # seconds since 1970: when the run last wrote
+    changed: float  # the time of the run's last write, in seconds since 1970
 
 
 def find_runs(folder: Path) -> list[Listed]:
@@ -84,7 +84,7 @@ def read(folder: Path) -> Listed:
 
 def _runs(folder: Path, levels: int) -> Iterator[Path]:
     if is_run(folder):
-        if not (folder / "diagnose.json").exists():  # figures of poise diagnose, with the settings they were made with
+        if not (folder / "diagnose.json").exists():  # not a run: written by poise diagnose, with its settings
             yield folder
     elif levels:
         for path in sorted(folder.iterdir()):
@@ -100,7 +100,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object of the folder; empty if there is none, or it cannot be read."""
+    """A JSON object in a file of the folder; empty if the file is missing or unreadable."""
     try:
         data = read_json(folder / name)
     except (OSError, ValueError):
@@ -109,11 +109,11 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _last_step(folder: Path) -> int | None:
-    """The number of the last step with metrics: 0 if there is none yet, None if the file is damaged."""
+    """The number of the last step with metrics; 0 if there is none yet, None if the file is damaged."""
     try:
         with (folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL))
-            lines = file.read().split(b"\n")[:-1]  # what follows the last line break is torn
+            lines = file.read().split(b"\n")[:-1]  # text after the last line break is a torn line
         return int(loads(lines[-1])["step"]) if lines else 0
     except FileNotFoundError:
         return 0

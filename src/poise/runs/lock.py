@@ -1,7 +1,7 @@
-"""One process per run folder: a lock file that names its holder. The system frees the lock when the holder dies.
+"""Allows one process per run folder, by a lock file that names its holder. The system frees a dead holder's lock.
 
-``check_free`` says whether a new run may begin in a folder, ``free_folder`` finds one. This file imports no torch, so
-both are quick.
+``check_free`` checks that a new run may begin in a folder, ``free_folder`` finds a free folder. This file imports no
+torch, so both are quick.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ try:
 except ImportError:  # Windows: no lock
     fcntl = None  # type: ignore[assignment]
 
-OWNER = "owner.json"  # present while a process trains; a crash leaves the file, but not its lock
+OWNER = "owner.json"  # exists while a process trains; a crash leaves the file, but frees its lock
 OTHER = "choose another run=DIR"
-_START = b'{"pid": '  # what it begins with, unless it is empty: a user's own file is not touched
+_START = b'{"pid": '  # the beginning of the lock file, unless it is empty; other files are not touched
 
 
 class BusyError(OSError):
@@ -37,9 +37,9 @@ class BusyError(OSError):
 
 @contextmanager
 def owned(folder: Path, *, make: bool) -> Iterator[None]:
-    """Lock a run folder inside the context; ``make`` creates it if it is missing.
+    """Lock a run folder within this context; ``make`` creates it if it is missing.
 
-    A path that is missing or no folder is not locked: the code that opens it reports the error.
+    A path that is missing or is no folder is not locked, because the code that opens it reports the error.
     """
     new = make and not folder.exists()
     if new:
@@ -54,15 +54,15 @@ def owned(folder: Path, *, make: bool) -> Iterator[None]:
     finally:
         if handle is not None:
             with suppress(OSError):
-                (folder / OWNER).unlink()  # before the lock is released: see _acquire
+                (folder / OWNER).unlink()  # before releasing the lock: see _acquire
             os.close(handle)
         if new:
             with suppress(OSError):
-                folder.rmdir()  # succeeds only if empty: a run that never began
+                folder.rmdir()  # succeeds only if the folder is empty, because the run never began
 
 
 def is_owned(folder: Path) -> bool:
-    """Whether a process trains in a run folder now. False on systems without locks."""
+    """Whether a process is training in a run folder now. False on systems without locks."""
     if not fcntl or not (folder / OWNER).is_file() or (folder / OWNER).is_symlink():
         return False
     with suppress(OSError):
@@ -101,7 +101,7 @@ def _acquire(path: Path) -> int | None:
 
 
 def _open(path: Path) -> int:
-    """A handle on a regular file. A link is refused, because the file that it points to would be emptied."""
+    """A handle on a regular file. A link is refused, because locking would empty its target."""
     if path.is_symlink():
         raise FileExistsError(f"{path} is a link, and poise writes a file there: remove it first")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -121,13 +121,13 @@ def _busy(folder: Path, holder: bytes) -> str:
     try:
         owner = json.loads(holder)
         who = f"process {owner['pid']} on {owner['host']} has been training in it since {owner['since']}"
-    except (ValueError, KeyError, TypeError):  # the holder has not written its name yet
+    except (ValueError, KeyError, TypeError):  # the holder has not written its process id yet
         who = "another process is training in it"
     return f"run folder {folder} is in use: {who}; wait for it, stop it, or choose another run=DIR"
 
 
 def check_free(path: Path, remedy: str = "") -> None:
-    """Raise FileExistsError unless ``path`` is an empty folder or can become a new one; ``remedy`` is for no run."""
+    """Raise FileExistsError unless ``path`` is empty or can be created. ``remedy`` replaces the advice about runs."""
     if file := next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None):
         what = "is a file" if file == path else "is a file and cannot contain a folder"
         raise FileExistsError(f"{file} {what}; {remedy or OTHER}")
@@ -139,11 +139,11 @@ def check_free(path: Path, remedy: str = "") -> None:
 
 
 def free_folder(run: str, say: Callable[[str], None], what: str = "run") -> str:
-    """``run``, or the next free folder (``runs/mine-2``) if it has a run already: notebook cells are run twice."""
+    """``run``, or the next free folder (``runs/mine-2``) if it already has a run (a notebook cell ran twice)."""
     folder = expand(run)
     if not (folder / "config.json").exists():
         return run
-    if folder.name in ("", ".."):  # such as run=., which is a name only in full
+    if folder.name in ("", ".."):  # such as run=., which has no name unless resolved
         folder = folder.resolve()
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     free = next(str(other) for other in numbered if not other.exists() and not other.is_symlink())
@@ -153,7 +153,7 @@ def free_folder(run: str, say: Callable[[str], None], what: str = "run") -> str:
 
 
 def resume_command(path: Path, more: str = "") -> str:
-    """The command that resumes the run in a folder, or the call if it has Python objects. ``more`` is a setting."""
+    """The command that resumes the run in a folder; a Python call if the run has objects. ``more`` is a setting."""
     settings = None
     with suppress(ValueError, OSError):
         settings = read_json(path / "config.json")

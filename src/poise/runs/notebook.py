@@ -1,7 +1,7 @@
-"""A run's progress in a notebook: a bar and a curve below the cell, both live.
+"""Shows a run's progress in a notebook: a live bar and a live curve below the cell.
 
-They are plain HTML and PNG that replace themselves (``display_id``), so that Jupyter, VS Code and Colab show them
-without widgets. Text printed by the run stands below them.
+They are plain HTML and PNG, updated in place (``display_id``), so that Jupyter, VS Code and Colab show them without
+widgets. Text that the run prints appears below them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 20  # drawing takes at most this part of the time, 1/20
+PATIENCE = 20  # drawing takes at most 1/20 of the time
 
 
 class Notebook:
@@ -23,13 +23,13 @@ class Notebook:
 
     def __init__(self, display: Callable[..., Any]) -> None:
         self._lines: list[dict[str, Any]] = []
-        self._drawn = 0  # steps that the curve shows
-        self._next = 0.0  # when it may be drawn again
+        self._drawn = 0  # steps in the drawn curve
+        self._next = 0.0  # the earliest time to draw again
         self._bar = display(_bar("", 0.0), raw=True, display_id=True)
         self._curve = display({"text/plain": ""}, raw=True, display_id=True)
 
     def step(self, step: int, share: float, text: str, metrics: Mapping[str, float | None]) -> None:
-        """Show a finished step: how far the run is, from 0 to 1, and its numbers as text."""
+        """Show a finished step: the run's progress ``share``, from 0 to 1, and its numbers as text."""
         self._bar.update(_bar(text, share), raw=True)
         self._lines.append({"step": step, **metrics})
         if time.monotonic() >= self._next:
@@ -40,7 +40,7 @@ class Notebook:
         self._show(path.read_bytes())
 
     def close(self) -> None:
-        """Show the steps that the curve still lacks."""
+        """Draw the steps that the curve still lacks."""
         if self._drawn < len(self._lines):
             self._draw()
 
@@ -57,8 +57,8 @@ class Notebook:
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """The function that shows things below the cell that runs now; None outside a notebook."""
-    ipython = sys.modules.get("IPython")  # in a notebook it has been imported
+    """The function that displays objects below the running cell; None outside a notebook."""
+    ipython = sys.modules.get("IPython")  # a notebook has imported it
     shell = ipython.get_ipython() if ipython else None
     if getattr(shell, "kernel", None) is None:  # a terminal
         return None

@@ -1,4 +1,4 @@
-"""Training curves as a PNG."""
+"""Draws training curves as a PNG."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from poise._lib.files import replacing
 from poise.runs.axes import AXES, drawable, x_values
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; markers differ too, for black-and-white print.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255"]  # the last is Tol's
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255"]  # the last: Tol's
 MARKERS = "os^DvPX*"
 
 Metrics = Sequence[Mapping[str, Any]]  # RunFolder.metrics()
@@ -29,7 +29,7 @@ def curve(path_png: str | Path, metrics: Metrics, title: str, x: str = "step") -
 def draw(metrics: Metrics, title: str, x: str = "step") -> Figure:
     """Plot reward, training accuracy and held-out accuracy of a run over steps, sampled tokens or seconds.
 
-    Training curves appear raw (faint) and smoothed (bold), held-out points (``eval/…avg@…``) raw.
+    Training curves appear raw (faint) and smoothed (bold); held-out accuracy (``eval/…avg@…``) appears raw.
     """
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -74,7 +74,7 @@ def _training(axes: Any, points: Points, label: str) -> None:
 
 
 def smooth(points: Points) -> Points:
-    """Centred moving average over about a twentieth of the curve, with shorter windows at the ends."""
+    """The centred moving average over about a twentieth of the curve, with shorter windows at the ends."""
     half = len(points) // 40 + (len(points) >= 10)
     values = [y for _, y in points]
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(points))]
@@ -82,7 +82,7 @@ def smooth(points: Points) -> Points:
 
 
 def _points(metrics: Metrics, key: str, x: str) -> Points:
-    """(x, value) wherever ``key`` was measured and finite."""
+    """The points (x, value) of the records where ``key`` is finite."""
     pairs = zip(x_values(metrics, x) or [], (record.get(key) for record in metrics), strict=False)
     return [(float(at), float(value)) for at, value in pairs if drawable(at) and drawable(value)]
 

@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, W&B and trackio. Each is imported only if the settings name it."""
+"""Trackers: TensorBoard, W&B and trackio. Each package is imported only if the settings name it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from poise._lib.errors import UserError, how_to_install
 
-PROJECT = "poise"  # of W&B and trackio
-TRACKERS = {  # the module, and what it must have: a folder of its name, such as wandb/, can be imported too
+PROJECT = "poise"  # the project in W&B and trackio
+TRACKERS = {  # name: module and a required attribute, because a folder such as wandb/ can be imported too
     "tensorboard": ("torch.utils.tensorboard", "SummaryWriter"),
     "wandb": ("wandb", "init"),
     "trackio": ("trackio", "init"),
@@ -33,7 +33,7 @@ class Tracker:
     close: Callable[[], object]
 
     def on_step(self, result: Any) -> None:
-        """Follow a run: send the metrics of a step, a ``training.steps.StepResult``."""
+        """Send the metrics of a step (a ``training.steps.StepResult``)."""
         self.log(result.state.step, result.metrics)
 
 
@@ -47,11 +47,11 @@ def check_trackers(names: Sequence[str]) -> None:
 def tracking(
     names: Sequence[str], folder: Path, config: dict[str, Any], *, start_step: int = 0
 ) -> Iterator[list[Tracker]]:
-    """The trackers of these names for the run in ``folder``, closed at the end; a name given twice is opened once.
+    """Open the named trackers for the run in ``folder``; close them at the end. A repeated name is opened once.
 
-    ``start_step`` is the step that a resumed run continues from. W&B and trackio continue the run that they have.
+    ``start_step`` is the step after which a resumed run continues. W&B and trackio continue their existing run.
     """
-    with ExitStack() as stack:  # closes the open ones if a later one fails
+    with ExitStack() as stack:  # closes the open trackers if a later one fails
         trackers = []
         for name in dict.fromkeys(names):
             trackers.append(_open(name, _import(name), folder, config, start_step))
@@ -74,14 +74,14 @@ def _open(name: str, package: Any, folder: Path, config: dict[str, Any], start_s
         if name == "trackio":
             package.init(project=PROJECT, name=folder.name, resume="allow" if start_step else "never", config=config)
             return Tracker(lambda step, metrics: package.log(dict(metrics), step=step), package.finish)
-        # A resumed run repeats some steps: purge_step hides their earlier values.
+        # A resumed run repeats some steps; purge_step hides the earlier values.
         hidden = start_step + 1 if start_step else None
         writer = package.SummaryWriter(str(folder / "tensorboard"), purge_step=hidden)
         writer.add_text("config", f"```\n{json.dumps(config, indent=2, default=str)}\n```")
         return Tracker(
             lambda step, metrics: [writer.add_scalar(key, value, step) for key, value in metrics.items()], writer.close
         )
-    except Exception as error:  # each has errors of its own
+    except Exception as error:  # each package raises its own errors
         why = f"{type(error).__name__}: {str(error).strip() or 'no reason given'}"
         raise TrackerError(f"tracker {name!r} cannot be started ({why}); fix it, or leave tracking= out") from error
 

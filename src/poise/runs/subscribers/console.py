@@ -1,6 +1,6 @@
-"""The console follows a run: a progress bar on a terminal, a bar and a curve in a notebook, plain lines anywhere else.
+"""Shows a run's progress: a bar on a terminal, a bar and a curve in a notebook, plain lines elsewhere.
 
-Model output is untrusted. Control characters and terminal escape sequences are shown as visible text, and rich never
+Model output is untrusted: control characters and terminal escape sequences are shown as visible text, and rich never
 parses model output as markup.
 """
 
@@ -27,7 +27,7 @@ from rich.text import Text
 from poise._lib.errors import visible
 from poise.runs.notebook import Notebook, notebook_display
 
-if TYPE_CHECKING:  # these import torch, which takes the command line seconds
+if TYPE_CHECKING:  # importing torch would delay the command line by seconds
     from poise.batch import Prompt
     from poise.sampling.trajectories import Trajectory
     from poise.training.steps import State, StepResult
@@ -41,14 +41,14 @@ SHOWN = (  # metric, format
     ("rollout/entropy", "entropy {:.2f}"),
     ("time/tokens_per_s", "{:,.0f} tok/s"),
 )
-WINDOW = 20  # the last steps, which predict the remaining time
+WINDOW = 20  # the number of last steps that predict the remaining time
 
 
 class _Lasting:
-    """A stream that never raises: its reader may have left (``poise train | head -1``), and the run continues."""
+    """A stream that never raises an error. If its reader has gone (``poise train | head -1``), the run continues."""
 
     def __init__(self, file: TextIO | None) -> None:
-        self._file = io.StringIO() if file is None else file  # None: closed before poise started
+        self._file = io.StringIO() if file is None else file  # None: standard output was closed before poise started
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -65,16 +65,16 @@ class _Lasting:
     def _try(self, method: Callable[..., object], *args: str) -> None:
         try:
             method(*args)
-        except BrokenPipeError:  # from now on to /dev/null: the rest of the buffer must not fail at exit
+        except BrokenPipeError:  # redirect to /dev/null, so that the rest of the buffer does not fail at exit
             with open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), self._file.fileno())
-        except (OSError, ValueError, RuntimeError):  # full, closed, or a signal handler writes during a write
+        except (OSError, ValueError, RuntimeError):  # full disk, closed stream, or a write within a write
             pass
 
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Within this context, writing to standard output or error never raises."""
+    """Within this context, writing to standard output or standard error never raises an error."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, _Lasting(stream)) for stream in before)
     try:
@@ -104,19 +104,19 @@ class Console:
         self.total_steps, self.budget, self._read = total_steps, budget, read
         self.quiet = quiet
         self._file = cast(TextIO, _Lasting(sys.stdout if file is None else file))
-        self._times = deque[tuple[int, int, float]](maxlen=WINDOW + 1)  # step, tokens until then, time
+        self._times = deque[tuple[int, int, float]](maxlen=WINDOW + 1)  # step, tokens up to it, time
         self.begin(start_step)
         self._live: Live | None = None
         self._notebook: Notebook | None = None
         if not quiet and file is None and total_steps and (display := notebook_display()):
             self._notebook = Notebook(display)
-        # Do not ask rich whether this is a terminal: environment variables can make it write escape codes to a file.
+        # Do not ask rich whether this is a terminal: environment variables could make it write escape codes to a file.
         self._rich: RichConsole | None = None
         if not quiet and self._file.isatty():
             rich = RichConsole(file=self._file, markup=False, emoji=False, highlight=False)
             if not rich.is_dumb_terminal:
                 self._rich = rich
-                if total_steps:  # without steps there are only tables
+                if total_steps:  # without steps, only tables are shown
                     self._start(rich, start_step)
 
     def _start(self, rich: RichConsole, start_step: int) -> None:
@@ -131,13 +131,13 @@ class Console:
         self._live.start()
 
     def on_start(self, state: State) -> None:
-        """Start predicting the remaining time, after the first evaluation."""
+        """Start to predict the remaining time. The first evaluation is over."""
         if setting := state.ending(self.total_steps, self.budget):
             self.note(f"already at step {state.step}: nothing to train; to continue, raise {setting}=")
         self.begin(state.step, state.tokens)
 
     def on_step(self, result: StepResult) -> None:
-        """Show a step; for the first and the last step, also a few first attempts across the range of rewards."""
+        """Show a step; for the first and last step, also a few first attempts across the range of rewards."""
         from poise.sampling.trajectories import FIRST
 
         step, tokens, ending = result.state.step, result.state.tokens, result.ending
@@ -151,7 +151,7 @@ class Console:
             self.note(f"{spent if ending == 'budget' else early}: {tokens} tokens were sampled in {step} steps")
 
     def begin(self, step: int, tokens: int = 0) -> None:
-        """Predict the remaining time from ``step`` on; earlier time, such as an evaluation's, does not count."""
+        """Predict the remaining time from ``step`` on. Earlier time, such as an evaluation's, does not count."""
         self._times.clear()
         self._times.append((step, tokens, time.monotonic()))
 
@@ -171,16 +171,16 @@ class Console:
         self._print("  ".join([f"step  {self._done(step, tokens)}", *numbers, *([left] if left else [])]))
 
     def note(self, text: str, *, wrap: bool = True) -> None:
-        """Show a message, above the progress bar if there is one. Without ``wrap`` a long line can be copied whole."""
+        """Show a message, above the progress bar if there is one. Without ``wrap``, a long line stays one line."""
         self._print(visible(text), wrap=wrap)
 
     def stopped(self, resume_command: str) -> None:
-        """Close, and say how to continue a run that ends early."""
+        """Close the console, and show how to continue a run that ends early."""
         self.close()
         self.note(f"stopped; continue with: {resume_command}")
 
     def picture(self, path: Path) -> None:
-        """Show a picture of the run's curve, where pictures can be shown."""
+        """Show a picture of the run's curve, in a notebook."""
         if self._notebook:
             self._notebook.picture(path)
 
@@ -224,7 +224,7 @@ class Console:
         self.close()
 
     def _done(self, step: int, tokens: int) -> str:
-        """The run's progress, in words."""
+        """The run's progress as text."""
         steps = f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
         return steps if self.budget is None else f"{steps}  {tokens:,}/{self.budget:,} tokens"
 
@@ -233,7 +233,7 @@ class Console:
         return min(1.0, max(step / self.total_steps, tokens / self.budget if self.budget else 0.0))
 
     def _left(self, step: int, tokens: int) -> str:
-        """The remaining time, predicted from the last steps: up to the last step, or to the end of the budget."""
+        """The remaining time until the last step or the end of the budget, predicted from the last steps."""
         if step > self._times[-1][0]:
             self._times.append((step, tokens, time.monotonic()))
         (first, before, then), (last, until, now) = self._times[0], self._times[-1]
@@ -245,7 +245,7 @@ class Console:
         return f"{duration(seconds)} left"
 
     def _clean(self, text: str) -> str:
-        """Escape what the stream cannot encode: an odd character must not end a run."""
+        """Escape characters that the stream cannot encode, because they must not end a run."""
         encoding = getattr(self._file, "encoding", None) or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -259,7 +259,7 @@ class Console:
 
 
 def shorten(text: str, characters: int, lines: int = 16) -> str:
-    """Cut the middle out of a long text, and say how much was cut."""
+    """Cut the middle out of a long text, and state how much was cut."""
     parts = text.split("\n")
     if len(parts) > lines:
         middle = f"[… {len(parts) - lines + 1:,} lines …]"
@@ -286,7 +286,7 @@ def across_rewards(samples: Sequence[Response], k: int) -> list[Response]:
 
 
 def duration(seconds: float) -> str:
-    """``2:10``, or ``1:02:10`` past an hour."""
+    """``2:10``; from an hour on, ``1:02:10``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -299,7 +299,7 @@ def _cell(value: object) -> str:
 
 
 def dialogue(sample: Trajectory) -> str:
-    """The replies and, between them, what the environment said, each of its lines behind a bar."""
+    """The replies and, between them, the environment's messages, with a bar before each of their lines."""
     parts = [
         message["content"]
         if message["role"] == "assistant"
@@ -310,7 +310,7 @@ def dialogue(sample: Trajectory) -> str:
 
 
 def shown(sample: Trajectory, read: Callable[[Prompt], str] | None) -> Response:
-    """A sample as the console shows it; with ``read``, its prompt is the exact text."""
+    """The data of a sample that the console shows. With ``read``, the prompt is the exact text."""
     return (
         read(sample.prompt) if read else sample.problem.prompt,
         dialogue(sample),

@@ -1,6 +1,6 @@
-"""When a run evaluates: before training, every ``evaluation.every`` steps, and at the end.
+"""Evaluates a run before training, every ``evaluation.every`` steps, and at the end.
 
-A signal ends an evaluation at once. A resumed run does it again from the beginning, with the same result.
+A signal ends an evaluation at once. A resumed run repeats the whole evaluation, with the same result.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from poise.training.evaluation import Evaluation, held_out, summary_metrics
 from poise.training.interrupts import Stopper
 from poise.training.steps import State, StepResult
 
-STOP_SEED = 20_000  # added to the seed of the evaluations that ``stop_at`` looks at; tuning adds 10,000
+STOP_SEED = 20_000  # added to the seed of evaluations during training if ``stop_at`` is set; tuning adds 10,000
 
 
 class EvaluationSchedule:
-    """Measures the policy on held-out problems, as the run's settings say.
+    """Evaluates the policy on held-out problems, as the run's settings say.
 
-    ``before`` is the contents of ``before.json``: pass it if another run has measured it. ``after`` is the evaluation
-    at the end.
+    ``before`` is the content of ``before.json``; pass it if another run has measured it. ``after`` is the evaluation at
+    the end.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class EvaluationSchedule:
         self.console, self.trackers, self.stopper = console, trackers, stopper
         self.before = before
         self.after: Evaluation | None = None
-        self._state = State()  # after the newest step
+        self._state = State()  # the state after the newest step
 
     def on_start(self, state: State) -> bool:
-        """Measure before training, or repeat an evaluation that was cut short; False if the goal is reached already."""
+        """Evaluate before training, or repeat an interrupted evaluation. False if the goal is already reached."""
         self._state = state
         self.before = self._before(state.step)
         at_the_end = state.ending(self.config.steps, self.config.budget) is not None
         return at_the_end or not self.catch_up(state.step)
 
     def on_step(self, result: StepResult) -> bool:
-        """Evaluate if it is time and this is not the last step; False if the goal is reached."""
+        """Evaluate if this is due and the step is not the last. False if the goal is reached."""
         self._state = result.state
         if self.due(result.state.step) and not result.ending:
             measured = self.during()
@@ -65,13 +65,13 @@ class EvaluationSchedule:
         return not self.goal_reached(result.metrics)
 
     def on_end(self, _: State) -> None:
-        """Measure after training."""
+        """Evaluate after training."""
         self.after = self.measure()
 
     def measure(self, seed: int | None = None) -> Evaluation:
-        """Evaluate now, with the seed of the settings or another. A stop request raises KeyboardInterrupt.
+        """Evaluate now, with the given seed or the settings' seed. A stop request raises KeyboardInterrupt.
 
-        Problems are drawn anew each time: a user's task may write into them.
+        The problems are drawn again each time, because a user's task may change them.
         """
         settings, task = self.config.evaluation, self.sampler.task
         seed = settings.seed if seed is None else seed
@@ -83,19 +83,19 @@ class EvaluationSchedule:
             return held_out(sampler, self.config, self._progress, problems, seed)
 
     def during(self) -> dict[str, float]:
-        """The metrics of an evaluation in the course of training.
+        """The metrics of an evaluation during training.
 
-        With ``stop_at`` its problems and random numbers differ from those of the evaluations before and after training:
-        the accuracy that ends a run is high partly by chance, so it must not be the accuracy that is reported.
+        With ``stop_at`` it uses other problems and random numbers than the evaluations before and after training. The
+        accuracy that ends a run is partly high by chance, so it must not be the reported accuracy.
         """
         return self.measure(self.config.evaluation.seed + (STOP_SEED if self.config.stop_at else 0)).metrics()
 
     def _progress(self, done: int, total: int) -> None:
         self.console.note(f"  {done}/{total}")
-        self.stopper.check()  # Python drops what a signal raises in a destructor
+        self.stopper.check()  # Python ignores an error that a signal handler raises in a destructor
 
     def _before(self, step: int) -> dict[str, Any]:
-        """The accuracy before training: measured once; a resumed run reads it from ``before.json``."""
+        """The accuracy before training. It is measured once; a resumed run reads it from ``before.json``."""
         before = read_before(self.folder, step)
         if before is None:
             before = self.before
@@ -106,15 +106,15 @@ class EvaluationSchedule:
         return before
 
     def due(self, step: int) -> bool:
-        """Whether to evaluate after this step, unless it is the last."""
+        """Whether an evaluation is due after this step, if it is not the last."""
         every = self.config.evaluation.every
         return every > 0 and step % every == 0
 
     def catch_up(self, step: int) -> bool:
-        """Do the evaluation after ``step`` if it was cut short. True if the goal is reached.
+        """Do the evaluation after ``step`` if it was interrupted. True if the goal is reached.
 
-        If the run had ended at that step and now continues, its final evaluation becomes the evaluation after that
-        step, unless ``stop_at`` has problems of its own.
+        If the run had ended at that step and now continues, its final evaluation serves as the evaluation after that
+        step, except with ``stop_at``, which uses other problems.
         """
         line = next((line for line in self.folder.metrics() if line["step"] == step), None)
         summary = self.folder.read_json("summary.json")
@@ -122,7 +122,7 @@ class EvaluationSchedule:
         final = summary.get("after") if ended and not was_changed(summary) else None
         if line is None or not (self.due(step) or is_summary(final)):
             return False
-        if any(key.startswith("eval/") for key in line):  # only the final evaluation was cut short, if any
+        if any(key.startswith("eval/") for key in line):  # if an evaluation was interrupted, it was the final one
             return self.goal_reached(line)
         task = self.sampler.task.name
         measured = summary_metrics(task, final) if is_summary(final) else self.during()
@@ -134,7 +134,7 @@ class EvaluationSchedule:
         return self.due(step) and self.goal_reached(measured)
 
     def goal_reached(self, metrics: dict[str, float]) -> bool:
-        """Whether a step's evaluation, if it had one, reached ``stop_at``."""
+        """Whether the step has an evaluation that reached ``stop_at``."""
         name = f"eval/{self.sampler.task.name}/avg@{self.config.evaluation.samples}"
         goal, accuracy = self.config.stop_at, metrics.get(name)
         if goal is None or accuracy is None or accuracy < goal:

@@ -1,4 +1,4 @@
-"""The recorder writes a run into its folder: the environment, and each step's metrics, responses and tokens."""
+"""Writes a run's environment and each step's metrics, responses and tokens into its folder."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from poise.sampling.trajectories import FIRST, Trajectory
 from poise.tasks import Task, gold_answer
 from poise.training.steps import State, StepResult
 
-STARTS = ("package", "python", "torch", "transformers", "device", "threads")  # compared with the run's earlier start
+STARTS = ("package", "python", "torch", "transformers", "device", "threads")  # compared with the run's previous start
 
 
 class Recorder:
     """Writes the metrics of each step, and every ``every`` steps the responses and tokens.
 
-    ``sizes`` are the numbers of parameters. ``note`` shows what differs from an earlier start of the run.
+    ``sizes`` has the numbers of parameters. ``note`` shows differences from the run's previous start.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Recorder:
             self.note(line)
 
     def on_step(self, result: StepResult) -> None:
-        """Write the responses and tokens if they are due; then add the times to the metrics, and log these."""
+        """Write responses and tokens if they are due; then add the times to the metrics and log them."""
         step, batch = result.state.step, result.batch
         with result.clock("record"):
             if batch is not None and self.every and (step == 1 or step % self.every == 0):
@@ -64,8 +64,8 @@ def response_records(
 ) -> list[dict[str, Any]]:
     """Every response of a step: the problem, the text, and the verifier's score.
 
-    ``gold`` is the right answer, ``answer`` what the verifier read. Unknown fields are left out. ``read`` gives the
-    exact text of a prompt.
+    ``gold`` is the right answer, ``answer`` the answer that the verifier read. Unknown fields are left out. ``read``
+    returns the exact text of a prompt.
     """
     records = []
     for sample in samples:
@@ -92,7 +92,7 @@ def response_records(
 
 
 def environment_turns(sample: Trajectory) -> list[tuple[int, str]]:
-    """The environment's messages between the replies, each with the number of the model's own tokens before it."""
+    """The environment's messages between the replies, each with the number of the model's tokens before it."""
     texts: list[str] = []
     for before, message in pairwise(sample.messages):
         if message["role"] == "assistant":
@@ -101,12 +101,12 @@ def environment_turns(sample: Trajectory) -> list[tuple[int, str]]:
             texts.append(message["content"])
         else:
             texts[-1] += "\n" + message["content"]
-    ends = sample.own[:-1] & ~sample.own[1:]  # own tokens that the environment's follow
+    ends = sample.own[:-1] & ~sample.own[1:]  # the model's tokens directly before a text of the environment
     return list(zip(sample.own.cumsum(0)[:-1][ends].tolist(), texts, strict=False))
 
 
 def token_arrays(batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor]:
-    """The tokens of the responses, end to end: response i has ``start[i]:start[i + 1]`` of every other array.
+    """The tokens of all responses in one array each: response i is ``start[i]:start[i + 1]`` of every other array.
 
     ``weight/NAME`` is the policy weight in phase NAME. A regulator's per-token values keep their own names.
     """
@@ -127,7 +127,7 @@ def token_arrays(batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor
 
 
 def on_all_rows(phase: Phase, rows: Rows, batch: TokenBatch) -> Phase:
-    """Extend a phase of some rows to the whole batch: other rows have weight 0 and no per-token values.
+    """Extend a phase of some rows to the whole batch. Other rows get weight 0 and no per-token values.
 
     A slice means all rows.
     """
@@ -144,7 +144,7 @@ def on_all_rows(phase: Phase, rows: Rows, batch: TokenBatch) -> Phase:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The versions and the hardware that a run's figures depend on. ``package`` is a hash of poise's own code."""
+    """The versions and the hardware on which a run's results depend. ``package`` is a hash of poise's code."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "poise": __version__,
@@ -159,9 +159,9 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def write_start(folder: RunFolder, here: dict[str, Any], step: int) -> list[str]:
-    """Write ``environment.json``: where the run continues after this step, and all its earlier starts.
+    """Write ``environment.json``: the environment from this step on, and those of all earlier starts.
 
-    Return notes on what differs from the previous start.
+    Return notes about differences from the previous start.
     """
     saved, began = folder.read_json("environment.json"), folder.began().isoformat(timespec="seconds")
     last = {key: value for key, value in saved.items() if key != "earlier_starts"} if isinstance(saved, dict) else {}

@@ -1,4 +1,4 @@
-"""The end of a run: ``summary.json``, a table of results, a picture of the curve, and what to do next."""
+"""The end of a run: ``summary.json``, a table of results, a picture of the curve, and advice."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Summary:
 
 
 def show(config: Config, summary: dict[str, Any], console: Console) -> None:
-    """Print accuracy before and after training, draw ``curve.png``, and say what was learned and what to try next."""
+    """Print accuracy before and after training, what was learned and what to try next; draw ``curve.png``."""
     from poise.runs.plots import curve  # imports matplotlib
 
     folder = RunFolder.open(config.run, resume=False)
@@ -67,13 +67,13 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     console.picture(picture)
     console.note(f"curve: {picture}   summary: {folder.path / 'summary.json'}   model: {folder.newest()}/model")
     for line in conclusion(config, folder, summary, read(folder)):
-        console.note(line, wrap=not line.startswith("  poise"))  # a command is there to be copied
+        console.note(line, wrap=not line.startswith("  poise"))  # so that a command can be copied
 
 
 def finished(config: Config, folder: RunFolder, *, quiet: bool = False) -> dict[str, Any] | None:
-    """If the run in the folder is finished, show its result again and return ``summary.json``; otherwise None.
+    """If the run in the folder is finished, show its result again and return ``summary.json``; otherwise return None.
 
-    A run whose files are damaged counts as unfinished: the trainer says what is wrong.
+    A run with damaged files counts as unfinished; the trainer then reports the damage.
     """
     step, evaluated = max(folder.checkpoints(), default=0), bool(config.evaluation.problems)
     try:
@@ -105,7 +105,7 @@ def finished(config: Config, folder: RunFolder, *, quiet: bool = False) -> dict[
 def read_before(folder: RunFolder, step: int) -> dict[str, Any] | None:
     """The accuracy before training, from ``before.json``; None if it has not been measured yet.
 
-    After the first step it can no longer be measured, and a missing file is an error.
+    After the first step it can no longer be measured, so a missing file is an error.
     """
     before: dict[str, Any] | None = folder.read_json("before.json")
     if before is None and step:
@@ -129,7 +129,7 @@ def shown_before(before: dict[str, Any] | None) -> dict[str, Any] | None:
 def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: Any) -> list[dict[str, Any]]:
     """The metrics of a run, with the evaluations before and after training as separate records.
 
-    ``before`` and ``after`` come from files: anything that is no evaluation is left out.
+    ``before`` and ``after`` come from files; values that are no evaluation are left out.
     """
 
     def record(step: int, end: Any) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: An
 
 
 def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
-    """Each measure before and after training, with its 95 % interval; then how many samples had no whole answer."""
+    """Each measure before and after training, with its 95 % interval; then the shares of lost answers."""
     before, after = (without_repeats(summary[when]["table"]) for when in ("before", "after"))
     if summary["after"].get("temperature") == 0:
         before.pop("avg@1", None)
@@ -180,19 +180,19 @@ def conclusion(
     if warnings:
         names = ", ".join(f"{each.name} (step {each.step})" for each in warnings)
         lines.append(f"warnings: {names}; what they mean: docs/warnings.md")
-    if _nothing_right(summary) and not warnings:  # the run may have been too short for a warning
+    if _nothing_right(summary) and not warnings:  # a short run may have no warning
         cut_off = lost_shares(summary["after"]).get("cut_off", 0.0) >= 0.5
         why = next(entry for entry in TABLE if entry.name == ("cut-off" if cut_off else "all-wrong"))
         advice = [why.remedy(Progress(config))]
-    elif warnings and not changes[ROSE]:  # more of the same does not help
+    elif warnings and not changes[ROSE]:  # longer training does not help
         advice = [each.remedy for each in warnings]
     elif changes[FELL]:
         advice = [f"smaller steps: begin again with optim.lr={config.optim.lr / 4:.2g}"]
     else:
-        spent = summary.get("tokens", 0)  # often more than the budget: a step is never cut
+        spent = summary.get("tokens", 0)  # often more than the budget, because a step is never cut
         more = f"budget={2 * max(config.budget, spent)}" if config.budget else f"steps={2 * summary['steps']}"
         if config.stop_at is not None and summary["steps"] < config.steps and spent < (config.budget or inf):
-            more = "stop_at=null"  # the goal, once reached, would end the run again
+            more = "stop_at=null"  # the goal is reached, and would end the run again
         advice = ["# train on", resume_command(folder.path, more)]
     report = shlex.join(["poise", "report", str(folder.path)])
     advice = ["# read the responses, token by token", report, *advice]
@@ -201,13 +201,13 @@ def conclusion(
 
 
 def learned(summary: dict[str, Any]) -> list[str]:
-    """Which measures rose, fell or did not clearly change, and whether answers are only cut off less often."""
+    """Lines: which measures rose, fell or did not clearly change, and whether fewer lost answers explain it."""
     if _nothing_right(summary):
         return ["no held-out answer was right, before training or after it"]
     changes = _changes(summary)
     lines = [f"{way}: {', '.join(measures)}" for way, measures in changes.items() if measures]
     ends = [summary[when].get("problems") for when in ("before", "after") if is_summary(summary.get(when))]
-    if None not in ends and len({*ends}) > 1:  # rollout.max_prompt was raised since
+    if None not in ends and len({*ends}) > 1:  # rollout.max_prompt was raised meanwhile
         lines.append("before and after are not of the same problems, which may explain a change")
     for name, old, new in _measures(summary)[:1]:
         lost = [sum(lost_shares(summary[when]).values()) for when in ("before", "after")]
@@ -218,13 +218,13 @@ def learned(summary: dict[str, Any]) -> list[str]:
 
 
 def _measures(summary: dict[str, Any]) -> list[tuple[str, dict[str, float], dict[str, float]]]:
-    """The rows of avg@k, greedy accuracy and pass@k, before and after; none if accuracy was not measured."""
+    """The rows of avg@k, greedy accuracy and pass@k, before and after; empty if accuracy was not measured."""
     before, after = summary.get("before"), summary.get("after")
     if not is_summary(before) or not is_summary(after):
         return []
     k = after["samples"]
     names = [f"avg@{k}", "greedy", f"pass@{k}"] if k > 1 else ["avg@1", "greedy"]  # pass@1 is avg@1
-    if after.get("temperature") == 0:  # then avg@1 is greedy accuracy, too
+    if after.get("temperature") == 0:  # then avg@1 is greedy accuracy too
         names = ["greedy"]
     tables = before["table"], after["table"]
     return [(name, tables[0][name], tables[1][name]) for name in names if all(name in table for table in tables)]
@@ -233,8 +233,8 @@ def _measures(summary: dict[str, Any]) -> list[tuple[str, dict[str, float], dict
 def change_intervals(summary: dict[str, Any]) -> dict[str, Interval]:
     """The 95 % interval of each measure's change over problems.
 
-    Older versions wrote no results by problem: there the interval holds every change that the intervals before and
-    after allow.
+    Older versions wrote no results by problem. For their runs the interval contains all changes that the intervals
+    before and after allow.
     """
     paired = summary.get("change")
     intervals: dict[str, Interval] = {}

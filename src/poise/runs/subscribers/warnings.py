@@ -1,7 +1,7 @@
-"""Warnings when a run learns nothing, and what to do: one table. Each is shown once, and kept in ``warnings.json``.
+"""The table of warnings about runs that learn nothing. Each is shown once, and kept in ``warnings.json``.
 
-A condition looks at the metrics of the steps so far. It waits for a few steps with many groups, because a single step
-proves nothing. docs/warnings.md explains the warnings, and how often they were wrong on recorded runs.
+A condition reads the metrics of the steps so far. It waits for several steps with many groups, because a single step
+proves nothing. docs/warnings.md explains the warnings, and states how often they were wrong on recorded runs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:  # these import transformers, which a report does not need
     from poise.training.steps import State, StepResult
 
 FILE = "warnings.json"
-STEPS, GROUPS = 5, 40  # a condition waits for at least this many of each
-NO_SPREAD = 0.95  # if this share of the responses has advantage 0, there is nothing to learn
+STEPS, GROUPS = 5, 40  # a condition waits for at least this many steps and groups
+NO_SPREAD = 0.95  # if this share of the responses has advantage 0, the run learns nothing
 
 
 @dataclass(frozen=True)
 class RunWarning:
-    """One warning: its name, such as ``no-spread``, the step after which it came, what is wrong and what to do."""
+    """A warning that was shown: its name, such as ``no-spread``, the step before it, what is wrong and what to do."""
 
     name: str
     step: Annotated[int, Strict()]  # 0: before the first step
@@ -41,12 +41,12 @@ class RunWarning:
 
 
 def read(folder: RunFolder) -> list[RunWarning]:
-    """The warnings of a run, in the order in which they came."""
+    """The warnings of a run, oldest first."""
     return parse(folder.read_json(FILE), str(folder.path / FILE))
 
 
 def add(folder: RunFolder, warning: RunWarning) -> bool:
-    """Write a warning down, and return True, unless the run has one of that name."""
+    """Store a warning and return True, unless the run already has a warning of that name."""
     known = read(folder)
     if any(warning.name == old.name for old in known):
         return False
@@ -64,22 +64,22 @@ def parse(data: Any, path: str) -> list[RunWarning]:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a condition looks at: the settings, and the metrics of every step so far."""
+    """The input of a condition: the settings, and the metrics of every step so far."""
 
     config: Config
     lines: Sequence[Mapping[str, float | None]] = ()
 
     @property
     def few(self) -> int:
-        """The number of steps that a condition looks at."""
+        """The number of steps that a condition reads."""
         return max(STEPS, ceil(GROUPS / self.config.prompts))
 
     def first(self, name: str, steps: int) -> list[float]:
-        """A metric in the first steps; empty if there are fewer steps, or one lacks it."""
+        """A metric's values in the first steps; empty if there are fewer steps, or one lacks the metric."""
         return _numbers(self.lines[:steps], name, steps)
 
     def last(self, name: str) -> list[float]:
-        """A metric in the last few steps; empty if there are fewer steps, or one lacks it."""
+        """A metric's values in the last few steps; empty if there are fewer steps, or one lacks the metric."""
         return _numbers(self.lines[-self.few :], name, self.few)
 
     def within(self, name: str, low: float, high: float) -> bool:
@@ -93,7 +93,7 @@ class Progress:
         return self.within("reward/no_spread", NO_SPREAD, 1)
 
     def best(self) -> tuple[float, int]:
-        """The best training accuracy over a few steps in a row, and the last of them."""
+        """The best mean training accuracy over a few consecutive steps, and the last of these steps."""
         n, values = self.few, _numbers(self.lines, "reward/accuracy", len(self.lines))
         sums = list(accumulate(values, initial=0.0))
         return max((((sums[i] - sums[i - n]) / n, i) for i in range(n, len(sums))), default=(0.0, 0))
@@ -101,9 +101,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Entry:
-    """One warning: its name, when it holds, what is wrong and what to do, in a sentence each.
+    """A row of the table: the warning's name, its condition, and the texts about what is wrong and what to do.
 
-    ``covers`` are warnings with the same cause: after this one they are not shown.
+    ``covers`` are warnings with the same cause, which are not shown after this one.
     """
 
     name: str
@@ -114,14 +114,14 @@ class Entry:
 
 
 def _all_wrong(run: Progress) -> bool:
-    steps = run.few if run.no_spread else 3 * run.few  # other parts of the reward may come first
+    steps = run.few if run.no_spread else 3 * run.few  # the model may first learn other parts of the reward
     right = run.first("reward/accuracy", steps)
     return bool(right) and max(right) == 0
 
 
 def _no_spread(run: Progress) -> bool:
     first = run.first("reward/accuracy", run.few)
-    easy = bool(first) and min(first) >= 0.99  # all right only at the end would mean that the run has learned
+    easy = bool(first) and min(first) >= 0.99  # if all responses become right later, the run has learned
     return run.no_spread and (easy or run.within("reward/accuracy", 0, 0.95))
 
 
@@ -144,7 +144,7 @@ def _mismatch(run: Progress) -> bool:
 
 
 def _accuracy_fell(run: Progress) -> bool:
-    """Less than two thirds of the best, by more than chance: four standard errors of a share of one half."""
+    """Accuracy is below two thirds of its best, by more than chance: four standard errors of a share of one half."""
     right, (best, _) = run.last("reward/accuracy"), run.best()
     if not right:
         return False
@@ -257,7 +257,7 @@ TABLE = (
 
 
 def holding(run: Progress, earlier: Sequence[str] = ()) -> list[Entry]:
-    """The warnings that hold now, without earlier ones and those that they cover."""
+    """The warnings whose condition holds now, without earlier warnings and the warnings that they cover."""
     silent = {*earlier, *(name for entry in TABLE if entry.name in earlier for name in entry.covers)}
     new = []
     for entry in TABLE:
@@ -273,16 +273,16 @@ class Watch:
     def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
         self._config, self._folder, self._say = config, folder, say
         self._lines: list[Mapping[str, float | None]] = []  # the metrics of every step so far
-        self._names: list[str] = []  # of the warnings so far
+        self._names: list[str] = []  # the names of the warnings so far
 
     def on_start(self, state: State) -> None:
-        """Read the steps and warnings so far, and warn about them."""
+        """Read the steps and warnings so far, and check the conditions."""
         self._lines = list(self._folder.metrics())
         self._names = [warning.name for warning in read(self._folder)]
         self._warn(state.step)
 
     def on_step(self, result: StepResult) -> None:
-        """Warn if the metrics say so."""
+        """Add a step's metrics, and check the conditions."""
         self._lines.append(result.metrics)
         self._warn(result.state.step)
 
