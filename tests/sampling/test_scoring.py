@@ -129,7 +129,7 @@ def test_a_verdict_is_a_score(right):
 
 @pytest.mark.parametrize("said", ["text", 5, ["x"], [{"content": "x"}], [{"role": "user", "content": None}]])
 def test_what_an_episode_says_is_a_list_of_messages(said):
-    with pytest.raises(RewardError, match=r"task 'lengths' says must be a list of messages.*\(problem 7\)"):
+    with pytest.raises(RewardError, match=r"task 'lengths' must be a list of dicts.*\(problem 7\)"):
         heard(Lengths(concurrent=False), SEVEN, said)
 
 
@@ -157,7 +157,7 @@ def test_problems_that_end_or_have_no_text_are_refused():
 
     task = Few(concurrent=False)
     assert len(draw(task, "train", 0, 1)) == 1
-    with pytest.raises(TaskError, match=r"'lengths' has 1 problems of split train, and 2 are asked for"):
+    with pytest.raises(TaskError, match=r"'lengths' has 1 problems of split train, but 2 are needed"):
         draw(task, "train", 0, 2)
     task.prompt = 3
     with pytest.raises(TaskError, match=r"prompt of problem 7 must be text, got 3"):

@@ -339,14 +339,14 @@ def test_feedback_does_not_depend_on_the_right_answer(tmp_path):
 
 def test_a_column_or_key_that_is_there_twice_is_named(tmp_path):
     (tmp_path / "rows.csv").write_text("question,answer,answer\nWhat?,1,2\n")
-    with pytest.raises(DataError, match="the column 'answer' is there twice"):
+    with pytest.raises(DataError, match="the column 'answer' occurs twice"):
         Data(str(tmp_path / "rows.csv"), reward="exact")
     twice = '{"question": "What?", "answer": "1", "answer": "2"}'
     task = Data(jsonl(tmp_path / "rows.jsonl", [*ROWS, twice]), reward="exact")
     assert "1 unreadable row left out: line 201" in task.notes[0]
-    assert "the key 'answer' is there twice" in task.notes[0]
+    assert "the key 'answer' occurs twice" in task.notes[0]
     (tmp_path / "rows.json").write_text(f"[{twice}]")
-    with pytest.raises(DataError, match="the key 'answer' is there twice"):
+    with pytest.raises(DataError, match="the key 'answer' occurs twice"):
         Data(str(tmp_path / "rows.json"), reward="exact")
 
 

@@ -22,7 +22,7 @@ def syntax_tree(source: str | bytes, mode: str = "exec") -> Any:
 def read_call(text: str, whole: str | None = None) -> tuple[str, list[Any], dict[str, Any]]:
     """The name, the positional values and the named values. Values are Python literals; ``true`` is read as in YAML.
 
-    ``whole`` is the longer text that ``text`` is a part of, for error messages.
+    ``whole`` is a longer text that contains ``text``, for error messages.
     """
     whole = text if whole is None else whole
     match = re.fullmatch(r"\s*([\w.:/~-]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Error messages and checks: an error names the value, what is allowed and, if it can be guessed, what was meant.
+"""Error messages and checks. A message names the value, what is allowed and, if it can be guessed, the intended value.
 
 Messages may show text that a model wrote, which is untrusted: ``quote`` and ``visible`` make it safe to print.
 """

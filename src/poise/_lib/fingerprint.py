@@ -165,7 +165,7 @@ class _Reader:
         self._depth = 0
 
     def text(self, value: Any) -> str:
-        """A text for any value. Long texts are hashed, because values may share parts many times."""
+        """A text for any value. A hash replaces a long text, because the same part may occur many times."""
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             return repr(value)
         if id(value) not in self._known:

@@ -1,4 +1,4 @@
-"""Python objects that settings name: ``python:softer`` stands for an object that ``poise.train`` was given.
+"""Python objects that settings name: ``python:softer`` stands for an object that was passed to ``poise.train``.
 
 Settings are plain text, so such an object gets a name. This module looks the name up while the call lasts. The run
 folder keeps the name and, in ``code.json`` or ``data.json``, a fingerprint of the object.

@@ -271,7 +271,7 @@ def path_to(thing: Any) -> str:
 
 
 def _split_path(path: str) -> tuple[str, str, str]:
-    """Module or file, separator, name."""
+    """Split a path into module or file, separator, and name."""
     return path.rpartition(":") if ":" in path else path.rpartition(".")
 
 

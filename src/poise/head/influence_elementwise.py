@@ -1,5 +1,4 @@
-"""The elementwise steps of ``poise.head.influence`` in plain torch: the reference, and the code that runs without
-Triton.
+"""The elementwise steps of ``poise.head.influence`` in plain torch: the reference, and what runs without Triton.
 
 ``poise.head.influence_kernels`` has the same functions as Triton kernels. Arithmetic is float32, or float64 for float64
 inputs. Half-precision operands of matrix products are stored as bfloat16, which has the range of float32.

@@ -1,9 +1,9 @@
 """Loss and log-probabilities from hidden states, chunk by chunk: only one chunk of tokens has logits at a time.
 
 A token's gradient depends only on its own row (new and old log-probability, advantage, weight). So the forward pass
-already replaces the logits by their gradient and computes no logits twice: three matrix products, ``6·N·d·V`` FLOP, the
-minimum. ``token_logp`` is for losses that couple several tokens, such as sequence-level ratios: its backward pass
-recomputes the chunks, ``8·N·d·V`` FLOP.
+already replaces the logits by their gradient and computes no logits twice. It needs three matrix products, the minimum:
+``6·N·d·V`` FLOP. ``token_logp`` is for losses that couple several tokens, such as sequence-level ratios: its backward
+pass recomputes the chunks, ``8·N·d·V`` FLOP.
 
 Shapes: B responses, T response tokens (padded), N selected tokens, d hidden width, V vocabulary size.
 """

@@ -316,7 +316,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(_Repeat):
-    """Slots back to packed tokens, none of them twice; padding gets a gradient of 0."""
+    """From slots back to packed tokens. No slot is read twice, and padding gets a gradient of 0."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -102,7 +102,7 @@ class Footprint:
         rows = f"{self.rows.count} rows of {self.rows.longest:,} tokens"
         return (
             f"activations of a pass of {tokens:,} tokens {bytes_text(kept)}, or {bytes_text(again)} with gradient "
-            f"checkpointing; KV cache up to {bytes_text(cache)} ({rows}; where there is less, rows wait)"
+            f"checkpointing; KV cache up to {bytes_text(cache)} ({rows}; with less memory, some rows wait)"
         )
 
     def room(self, device: torch.device) -> float:

@@ -88,8 +88,8 @@ def check_hub(name: str, revision: str | None = None) -> None:
         get_session().head(address, timeout=PATIENCE)  # any answer will do: transformers reports an error in it
     except Exception as error:  # not a hub id, no network, no such host
         raise ModelError(
-            f"{name}: there is no such folder here, no such model in the hub's cache, and the hub cannot be asked "
-            f"for it ({first_line(error)})"
+            f"{name}: there is no such folder here, no such model in the hub's cache, and the hub cannot be "
+            f"reached ({first_line(error)})"
         ) from error
 
 

@@ -279,7 +279,8 @@ class Padded:
     """The segments as rectangles: segments of similar length together, padded on the right.
 
     Causal attention hides padded keys from every real query, so only prefixes of different lengths need a mask. If
-    there are prefixes, the first rectangle has them. A *slot* is a position in the rectangles, one after another.
+    there are prefixes, the first rectangle has them. A *slot* is a position in the rectangles, numbered through all of
+    them.
     """
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
@@ -332,9 +333,9 @@ class Rectangle:
     masks: dict[tuple[int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """(rows or 1, 1, width, longest_prefix + width) added to attention scores, shared by all layers.
+        """The mask (rows or 1, 1, width, longest_prefix + width) to add to attention scores, the same for all layers.
 
-        None: plain causal attention.
+        None stands for plain causal attention.
         """
         if (window, dtype) not in self.masks:
             self.masks[window, dtype] = self._mask(window, dtype)

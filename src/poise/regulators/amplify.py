@@ -24,5 +24,5 @@ class Amplify(Regulator):
         check_range("amplify", "alpha", self.alpha, 0.0, 1e6)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase; KL untouched."""
+        """One phase; the KL weights are 1."""
         return [Phase.of(batch, 1 + self.alpha * (1 - batch.prob))]

@@ -26,5 +26,5 @@ class AdvantageReweighting(Regulator):
         check_range("ar", "alpha", self.alpha, 0.0, 1.0)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase; KL untouched."""
+        """One phase; the KL weights are 1."""
         return [Phase.of(batch, self.alpha * batch.prob + (1 - self.alpha))]

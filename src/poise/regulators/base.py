@@ -46,7 +46,7 @@ class Regulator(ABC):
 
     @property
     def phase_count(self) -> int:
-        """The number of phases, or a lower bound where it depends on the batch."""
+        """The number of phases, or a lower bound if it depends on the batch."""
         return 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -293,7 +293,7 @@ class Scorer(Regulator):
         """The phases for these scores. A group without scores is unchanged, even if it could have been scored."""
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """Both steps."""
+        """Run both steps."""
         return self.weigh(batch, self.scores(batch))
 
 

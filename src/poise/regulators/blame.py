@@ -31,7 +31,7 @@ class Blame(Regulator):
         check_range("blame", "alpha", self.alpha, 0.0, 1.0)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase; KL untouched."""
+        """One phase; the KL weights are 1."""
         assert batch.entropy is not None
         typical = (batch.old_logp.to(batch.dtype) + batch.entropy).exp().clamp(max=1.0)
         weight = torch.where(batch.token_advantages < 0, 1 - self.alpha * typical, 1.0)

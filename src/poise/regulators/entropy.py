@@ -15,7 +15,7 @@ from poise.regulators.base import Regulator
 class TopEntropy(Regulator):
     """Keep the policy term of the ``quantile`` share of the batch's tokens with the highest entropy; zero the others.
 
-    Paper: "Beyond the 80/20 Rule", arXiv 2506.01939; as TRL's ``top_entropy_quantile``, up to the rounding of the
+    Paper: "Beyond the 80/20 Rule", arXiv 2506.01939; like TRL's ``top_entropy_quantile``, up to the rounding of the
     count. KL is not masked, and the denominator stays the count of all response tokens. **Ours:** the entropy is the
     old policy's, over the whole rollout batch; ties at the cut are kept. ``quantile=1`` is GRPO exactly.
     """

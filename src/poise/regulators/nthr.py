@@ -48,7 +48,7 @@ class NTHR(Scorer):
             check_range("nthr", "eta", self.eta, 0.0, 1e6)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase; KL untouched. It reports the share of incorrect tokens flagged and the share of groups scored.
+        """One phase; the KL weights are 1. It reports the shares of incorrect tokens flagged and of groups scored.
 
         A row that is alone in its group keeps its weight, and neither share counts it. ``tokens["nthr"]`` of the phase
         has s⁻ for the tokens of incorrect responses, NaN elsewhere.

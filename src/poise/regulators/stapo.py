@@ -32,7 +32,7 @@ class Stapo(Regulator):
         check_range("stapo", "entropy_quantile", self.entropy_quantile, 0.0, 1.0)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase; KL untouched."""
+        """One phase; the KL weights are 1."""
         assert batch.entropy is not None
         entropies = batch.entropy[batch.mask]
         below = int(self.entropy_quantile * len(entropies))  # number of low-entropy tokens; at quantile 1, all

@@ -79,8 +79,8 @@ def heard(task: Task, problem: Problem, said: Any) -> list[Message]:
         return []
     if not isinstance(said, list | tuple) or not all(_is_message(each) for each in said):
         raise RewardError(
-            f"what an episode of task {task.name!r} says must be a list of messages, each a dict with the texts 'role' "
-            f"and 'content', got {short(said)} (problem {problem.id})"
+            f"the messages of an episode of task {task.name!r} must be a list of dicts with the texts 'role' and "
+            f"'content', got {short(said)} (problem {problem.id})"
         )
     return [{**each, "content": readable(each["content"])} for each in said]
 

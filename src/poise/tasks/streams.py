@@ -46,8 +46,8 @@ def draw(
             problems = list(islice(stream, missing))
             if len(problems) < missing:
                 raise TaskError(
-                    f"task {task.name!r} has {len(fitting) + len(problems)} problems of split {split}, and {count} are "
-                    "asked for: problems must not end; begin again with the first, shuffled by the seed"
+                    f"task {task.name!r} has {len(fitting) + len(problems)} problems of split {split}, but {count} are "
+                    "needed: problems() must not end; begin again with the first, shuffled by the seed"
                 )
             _check_texts(task, problems)
             for problem in problems:

@@ -120,7 +120,7 @@ def test_mistakes_are_named(tmp_path: Path, file: str, puzzles: list[Puzzle]) ->
         "no such": ("gone.jsonl", None),
         "no rows": ("empty.jsonl", []),
         "row 2: no field 'solution'": ("missing.jsonl", [good, {k: v for k, v in good.items() if k != "solution"}]),
-        "lies.jsonl, row 1: the puzzle has another solution": (
+        "lies.jsonl, row 1: the puzzle's solution is wrong, or not the only one": (
             "lies.jsonl",
             [good | {"solution": [not x for x in good["solution"]]}],
         ),
@@ -136,7 +136,7 @@ def test_mistakes_are_named(tmp_path: Path, file: str, puzzles: list[Puzzle]) ->
         from_file(str(cut))
     with pytest.raises(ValueError, match="no puzzle with 9 people"):
         from_file(file, people=9)
-    with pytest.raises(ValueError, match="depth is of generated puzzles"):
+    with pytest.raises(ValueError, match="depth is a setting of generated puzzles"):
         from_file(file, depth=2)
     one = from_file(written(tmp_path / "one.jsonl", [good]))
     absent = "test" if one.of_file["train"] else "train"

@@ -96,7 +96,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     """A JSON object. Refuses a key that occurs twice: Python would silently keep the last value."""
     row = dict(pairs)
     if len(row) < len(pairs):
-        raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} is there twice")
+        raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} occurs twice")
     return row
 
 
@@ -122,7 +122,7 @@ def _read_csv(found: Rows, lines: TextIO) -> None:
     reader = csv.DictReader(lines, strict=True)
     columns = list(reader.fieldnames or ())
     if len({*columns}) < len(columns):
-        raise DataError(f"data {found.source}: the column {_twice(columns)!r} is there twice; rename one")
+        raise DataError(f"data {found.source}: the column {_twice(columns)!r} occurs twice; rename one")
     for row in reader:
         extra = row.pop(None, None)
         if extra or None in row.values():

@@ -300,5 +300,5 @@ def _puzzle(row: Row, path: Path, number: int) -> Puzzle:
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{where}: {error}") from None
     if solve(puzzle.statements) != [list(puzzle.solution)]:
-        raise ValueError(f"{where}: the puzzle has another solution than it says, or several")
+        raise ValueError(f"{where}: the puzzle's solution is wrong, or not the only one")
     return puzzle

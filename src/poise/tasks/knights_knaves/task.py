@@ -96,7 +96,7 @@ class KnightsKnaves:
     def _read_file(self, file: str) -> None:
         for name in _GENERATED:
             if getattr(self, name) != getattr(KnightsKnaves, name):  # its default
-                raise ValueError(f"KnightsKnaves: {name} is of generated puzzles, and these come from file {file}")
+                raise ValueError(f"KnightsKnaves: {name} is a setting of generated puzzles, not of file {file}")
         wanted = None if self.people is None else _counts(self.people)
         puzzles = [puzzle for puzzle in read(str(file)) if wanted is None or puzzle.people in wanted]
         if not puzzles:
