@@ -326,7 +326,12 @@ class TestFiles:
 
 @pytest.mark.parametrize(
     ("device", "why"),
-    [("meta", "this torch cannot compute there"), ("cuda:99", "CUDA device"), ("gpu", "must be auto, or a device of")],
+    [
+        ("mps", "Apple's GPUs"),
+        ("meta", "this torch cannot compute there"),
+        ("cuda:99", "CUDA device"),
+        ("gpu", "must be auto, or a device of"),
+    ],
 )
 def test_a_device_that_cannot_compute(device, why):
     with pytest.raises(ModelError, match=f"device '?{device}'?: .*{why}"):

@@ -172,11 +172,13 @@ def resolve_device(device: str = "auto") -> torch.device:
         raise ModelError(f"device {device!r}: must be auto, or a device of torch such as cpu, cuda or cuda:1") from None
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
         raise ModelError(f"device {device}: this torch sees {count} CUDA devices; use one of them, cpu or auto")
+    if resolved.type == "mps":
+        raise ModelError(f"device {device}: poise has not been tried on Apple's GPUs; use device=cpu, or auto")
     if resolved.type not in ("cpu", "cuda"):
         try:
             torch.ones(1, device=resolved).item()  # a meta tensor has no value
         except Exception as error:  # each device has its own type
-            wrong = f"this torch cannot compute there ({first_line(error)})"
+            wrong = f"this torch cannot compute there ({first_line(error).partition('. ')[0]})"
             raise ModelError(f"device {device}: {wrong}; use device=cpu, or auto") from None
     return resolved
 
