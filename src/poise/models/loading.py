@@ -384,7 +384,7 @@ def _base_model(folder: Path) -> str:
     if not isinstance(base, str):
         raise ModelError(
             f"{folder / 'adapter_config.json'} names no model (base_model_name_or_path): restore it; if the model was "
-            "passed to poise.train, the result of that call has the trained one"
+            "passed to poise.train, the result of that call has the trained model"
         )
     if config.get("megatron_config"):  # peft would import the module that this names
         raise ModelError(f"{folder / 'adapter_config.json'} needs code of Megatron, which poise does not load")

@@ -110,7 +110,7 @@ class Repository:
     def _try(self, what: str, call: Any, *args: Any, **settings: Any) -> Any:
         try:
             return call(*args, **settings)
-        except Exception as error:  # the hub's own errors, those of its HTTP library, and wrong names
+        except Exception as error:  # the hub's errors, its HTTP library's errors, and wrong names
             raise ModelError(
                 f"{self.name}: the hub did not let poise {what} ({first_line(error)}); write REPO as NAME/MODEL, "
                 "and log in with `hf auth login`, or set HF_TOKEN to a token that may write"

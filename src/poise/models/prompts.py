@@ -1,7 +1,7 @@
-"""Messages to token ids: through the chat template, and never with control tokens from a message's own text.
+"""From messages to token ids: through the chat template, and never with control tokens from a message's own text.
 
 A tokenizer turns ``<|im_end|>`` into a control token wherever it occurs. In a problem's text that would end the user's
-turn and let the text speak for the model. Here a message's content is always plain text.
+turn and let the text speak for the model. poise always encodes a message's content as plain text.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def encode_next(
     tail = pieces[contents[len(earlier) - 1] + 1 :]
     ids, harmless = _encode(tokenizer, tail, controls, ends)
     _check(sorted(token for token in controls if any(token in message["content"] for message in said)), harmless)
-    between, _ = _encode(tokenizer, tail[:1], controls, ends)  # a later end token would be that of a new message
+    between, _ = _encode(tokenizer, tail[:1], controls, ends)  # a later end token would belong to a new message
     return ids[ids.index(last) + 1 :] if last in ends and last in between else ids
 
 
@@ -163,7 +163,7 @@ def _without(tokens: Sequence[str], text: str) -> str:
 
 
 def _controls(tokenizer: Any, ends: Collection[int]) -> dict[str, int]:
-    """The control tokens: tokens that are more than their text to the model, by their text."""
+    """The control tokens' ids by their texts. To the model, a control token means more than its text."""
     added = tokenizer.added_tokens_decoder.items()
     return {token.content: i for i, token in added if token.content and (token.special or i in ends)}
 

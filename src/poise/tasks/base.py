@@ -91,7 +91,7 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """The task's name in settings and in metrics."""
+        """The task's name in the table of tasks and in metrics."""
         ...
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
@@ -129,7 +129,7 @@ class TaskError(UserError, RuntimeError):
 
 
 def sizes(owner: str, name: str, value: int | str | Sequence[int], low: int, high: int) -> tuple[int, ...]:
-    """The whole numbers that a setting such as ``5``, ``(3, 4)`` or ``"3-7"`` means, each from ``low`` to ``high``."""
+    """The whole numbers in a setting such as ``5``, ``(3, 4)`` or ``"3-7"``, each from ``low`` to ``high``."""
     numbers: int | Sequence[int]
     if not isinstance(value, str):
         numbers = value

@@ -326,5 +326,5 @@ class EnvironmentEpisode:
 
 
 def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method; if it is async, a call waits for its result."""
+    """The method. If it is async, a call waits for its result."""
     return lambda **arguments: result_of(method(**arguments))

@@ -24,7 +24,7 @@ LONGEST_REASON = 500  # characters of an error of datasets
 
 @dataclass(frozen=True)
 class Source:
-    """One data set. ``name`` is a path, a hub id, or the rows themselves (or ``python:name``, an object's).
+    """One data set. ``name`` is a path, a hub id, the rows themselves, or ``python:name`` for a Python object.
 
     ``weight`` is its share of a mixture.
     """
@@ -131,7 +131,7 @@ class Tables:
         )
 
     def rows(self, split: str, setting: str = "split", most: int | None = None) -> Rows:
-        """The rows of a split, at most ``most``."""
+        """The rows of a split, or only the first ``most``."""
         table = self.table(split, setting)
         if isinstance(table, Rows):
             return table
@@ -177,8 +177,8 @@ def _load(source: Source, split: str | None = None) -> Any:
         return read_file(name, path) if path.is_file() else _loaded(source, "load_from_disk", str(path))
     if path.is_dir() and not (path / "README.md").exists():
         raise DataError(
-            f"data {name} is a folder, and not one that datasets' save_to_disk wrote, nor a data set with its "
-            "README.md; name a file in it"
+            f"data {name} is a folder that datasets' save_to_disk did not write, and has no README.md of a data set: "
+            "name a file in it"
         )
     if path.is_dir() or _may_be_hub_id(name, path):
         config = [] if source.config is None else [source.config]
@@ -203,7 +203,7 @@ def _in_memory(source: Source) -> Any:
 def _refuse_hub_settings(source: Source) -> None:
     for key in ("config", "streaming"):
         if getattr(source, key):
-            raise DataError(f"data {source}: {key} is for sets on the hub, and for folders with the README.md of one")
+            raise DataError(f"data {source}: {key} is only for sets on the hub and folders with a set's README.md")
 
 
 def _on_hub(source: Source) -> bool:

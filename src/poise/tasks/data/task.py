@@ -36,7 +36,7 @@ class Dialogue(SingleTurn):
 
 @dataclass
 class Data:
-    """Your own questions: a file of them, and a reward function that scores the answers.
+    """Your own questions from a file, and a reward function that scores the answers.
 
     ``file`` is a file (jsonl, json, csv or parquet), a folder that ``datasets`` saved, or a hub id; in Python also a
     table of ``datasets``, a list of dicts, or anything with a length and an index. A list of data sets, each with a
@@ -49,10 +49,10 @@ class Data:
     ``reward`` is the name of a built-in reward, ``file.py:name``, a dotted path, or a list of these, with
     ``reward_weights`` (default: 1 each). A call that hangs is cut off after ``reward_timeout`` seconds; with
     ``reward_quick`` rewards run in the trainer's own process, where nothing can cut them off. ``question`` and
-    ``answer`` name columns (of a list, the first that a data set has counts); without them, poise looks for common
-    names. The reward gets all columns. ``difficulty`` is a column: accuracy is shown for each of its values. ``system``
-    is a system message before the question. ``template`` is the user's message, in which ``{question}``, or any other
-    column in braces, is replaced by the column's value.
+    ``answer`` name columns, or lists of columns, of which the first that a data set has is used; without them, poise
+    looks for common names. The reward gets all columns. ``difficulty`` is a column: accuracy is shown for each of its
+    values. ``system`` is a system message before the question. ``template`` is the user's message, in which
+    ``{question}``, or any other column in braces, is replaced by the column's value.
     """
 
     file: Any

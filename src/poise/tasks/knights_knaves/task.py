@@ -63,7 +63,7 @@ class KnightsKnaves:
     file: str | None = None
 
     name: ClassVar[str] = "kk"
-    concurrent: ClassVar[bool] = True  # may be asked for scores from another thread
+    concurrent: ClassVar[bool] = True  # another thread may call ``score``
 
     def __post_init__(self) -> None:
         if not isinstance(self.names, str):

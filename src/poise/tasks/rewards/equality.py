@@ -1,6 +1,6 @@
 r"""Compares an answer with the gold answer, as far as that is possible without computer algebra.
 
-Where these rules differ from math-verify's, or give the same result faster:
+These rules differ from math-verify's, or give the same result faster:
 
 - If the gold answer is a number, the answer must be a number too: ``2^{10}`` does not answer "how much is 2^10".
 - Numbers are compared exactly: 0.333 is not 1/3. ``10%`` is 10, and not 0.1. Units are not compared.
