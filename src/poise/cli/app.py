@@ -1,4 +1,4 @@
-"""The command line: one table of commands, each a plain function in another file of this folder."""
+"""The command line: a table of commands. Each command is a function in another file of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by the commands: errors without a traceback, paths, consent, progress."""
+"""Functions and options that the commands share: errors without a traceback, paths, consent, progress."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fail(message: object) -> NoReturn:
 
 
 def home(path: Any) -> Any:
-    """A callback that expands ``~`` in one path or several: shells do not expand ``--out=~/x``."""
+    """A callback that expands ``~`` in one path or several, because shells do not expand ``--out=~/x``."""
     from poise._lib.files import expand
 
     try:
@@ -46,7 +46,7 @@ def home(path: Any) -> Any:
 
 
 def check_no_comparison(folder: str | Path) -> None:
-    """Stop with a message if this is the folder of a comparison instead of a run."""
+    """Stop with a message if this is the folder of a comparison, not of a run."""
     page = os.path.join(folder, "comparison.html")
     if os.path.isfile(page) and not os.path.exists(os.path.join(folder, "config.json")):
         fail(f"{folder} is the folder of a comparison: open {page}, or name one of its runs")
@@ -66,8 +66,7 @@ Model = Annotated[
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print errors that tell the user what to do without a traceback. Any other error is a bug and keeps its
-    traceback."""
+    """Print errors that say what to do, without a traceback. Any other error is a bug and keeps its traceback."""
     from poise._lib.errors import UserError
 
     try:
@@ -80,7 +79,7 @@ def user_errors() -> Iterator[None]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows progress: one changing line on a terminal, plain lines elsewhere."""
+    """Yields a function that shows progress: one changing line on a terminal, plain lines elsewhere."""
     if not sys.stderr.isatty():
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
@@ -89,7 +88,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def loading(*, quiet: bool = False) -> AbstractContextManager[object]:
-    """On a terminal, show a line while torch and transformers are imported, which takes seconds."""
+    """On a terminal, show a line during the import of torch and transformers, which takes seconds."""
     return nullcontext() if quiet or not sys.stderr.isatty() else _status("loading torch and transformers")
 
 

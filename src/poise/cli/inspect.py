@@ -1,4 +1,4 @@
-"""``poise runs``, ``poise report``, ``poise tasks`` and ``poise doctor``, which change no run."""
+"""``poise runs``, ``poise report``, ``poise tasks`` and ``poise doctor``. They do not change a run."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def show(
 
 
 def _read_by_model(config: Config, episode: Episode) -> str:
-    """The prompt of an episode, decoded from the ids that the model gets, and where the model begins to write."""
+    """The prompt of an episode, decoded from the token ids that the model gets, and a mark where the model begins."""
     from poise._lib.errors import counted
     from poise.models.loading import load_tokenizer
     from poise.models.prompts import encode, encode_prefill, opened, tools_of
@@ -204,7 +204,7 @@ def report(
                     progress=lambda done, total: say(f"{done:,} of {total:,} responses written"),
                     decode=decode,
                 )
-        except (ValueError, RecursionError) as error:  # poise writes whole files, so somebody changed one
+        except (ValueError, RecursionError) as error:  # poise writes only complete files, so a file was changed
             fail(f"a file of the run is damaged: {error}")
     print(visible(f"report: {place}"))
 
@@ -219,11 +219,11 @@ def _decode(tokenizer: str | None) -> Callable[[list[int]], str] | None:
 
 
 def _place(runs: list[str], out: Path | None) -> Path:
-    """The file to write the report to."""
+    """The path of the report."""
     first = Path(runs[0])
     beside = first.with_suffix(".html") if first.is_file() else first / "report.html"
     place = out or (beside if len(runs) == 1 else Path("report.html"))
-    if out is None and place.is_symlink():  # the author of the run chose its target
+    if out is None and place.is_symlink():  # the run's author may have chosen its target
         fail(f"{place} is a link to another file: name the file to write with --out")
     if place.is_dir():
         fail(f"--out {place} is a folder: name a file, such as {place / 'report.html'}")

@@ -62,7 +62,7 @@ def evaluate(
 
 
 def _conditions(model: str, config: Config) -> dict[str, Any]:
-    """The conditions of the evaluation, for the file of figures."""
+    """The conditions of the evaluation, for the file of results."""
     rollout = config.rollout
     task = {"task": config.task.name, "settings": config.task.settings, "split": "test", "seed": config.evaluation.seed}
     sampling = {"max_tokens": rollout.max_tokens, "top_p": rollout.top_p, "top_k": rollout.top_k}
@@ -70,7 +70,7 @@ def _conditions(model: str, config: Config) -> dict[str, Any]:
 
 
 def _evaluate(config: Config, show: int) -> dict[str, Any]:
-    """Evaluate with these settings; print the conditions, some samples and the figures."""
+    """Evaluate with these settings; print the conditions, some samples and the results."""
     with quick_imports():
         from poise.models.loading import load_policy
         from poise.runs.subscribers.console import Console, shown
@@ -179,7 +179,7 @@ def diagnose(
 
 
 def _weigh(path: Path, methods: Sequence[str], cuts: Intervals) -> None:
-    """Print what a token file says without its model."""
+    """Print the analysis of a token file without its model."""
     from poise.referee.report.token_files import TokenFiles
     from poise.referee.report.weighing import interval_table, method_table, weigh
     from poise.regulators import parse
@@ -219,7 +219,7 @@ def _intervals(edges: str) -> Intervals:
 def _diagnose(
     config: Config, model: str, place: Path, methods: Sequence[str], cuts: Intervals, batches: int, warmup: int
 ) -> dict[str, Any]:
-    """Print the conditions and measure. If that fails, remove the folder."""
+    """Print the conditions and measure. On an error, remove the folder."""
     from poise.referee.diagnose import diagnose as measure
     from poise.runs.folder import RunFolder
     from poise.training.config.run_settings import describe_sampling, describe_task

@@ -1,4 +1,4 @@
-"""``poise export`` and ``poise push``: a trained model as an ordinary folder, here or on the hub."""
+"""``poise export`` and ``poise push``: write a trained model as an ordinary folder, here or on the hub."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def push(
     from poise.models.location import Repository, locate
 
     with user_errors(), TemporaryDirectory(prefix="poise-push-") as place:
-        locate(run)  # raises if there is no model, before the repository is created
+        locate(run)  # raises an error if there is no model, before the repository is created
         repository, folder = Repository(repo, public=public), Path(place) / "model"
         _write(run, folder, repo.rpartition("/")[2], dtype, remote_code)
         repository.upload(folder, "Model trained with poise")
@@ -80,7 +80,7 @@ def _write(run: str, folder: Path, title: str, dtype: str, remote_code: bool) ->
     from poise.runs.folder import RunFolder, step_of
     from poise.training.config.run_settings import run_of
 
-    origin, source = run_of(run), Path(locate(run)).resolve()  # the model in the folder of a checkpoint
+    origin, source = run_of(run), Path(locate(run)).resolve()  # source: the model's own folder
     text = card(RunFolder.open(origin, resume=False), title, step_of(source.parent)) if origin else None
     save(run, folder, dtype=dtype, remote_code=remote_code)
     if text is not None:

@@ -57,13 +57,13 @@ def train(
             config = _resumed(recipe, overrides, trust or trust_changed) if resume else configs.load(recipe, overrides)
         if dry_run:
             settings = configs.dump(config)
-            print(visible(settings) if resume else settings)  # anybody may have written a run folder's settings
+            print(visible(settings) if resume else settings)  # the settings of a run folder are untrusted
             print(visible(f"# memory: {_memory(config)}"))
             return
         if not resume:
             if not any(item.partition("=")[0].strip() == "run" for item in overrides):
                 config = config.model_copy(update={"run": free_folder(config.run, complain)})
-            with owned(expand(config.run), make=False):  # raises if it is in use
+            with owned(expand(config.run), make=False):  # raises an error if the folder is in use
                 check_free(expand(config.run))
         with loading(quiet=quiet), quick_imports():
             import poise.trainer
@@ -81,7 +81,7 @@ def train(
 
 
 def _memory(config: Config) -> str:
-    """The memory that training takes, for a dry run, which fetches nothing from the hub."""
+    """The memory that training takes, for a dry run, which downloads nothing."""
     with quick_imports():
         from poise.models.location import ModelError, locate
         from poise.models.policy import BUSY_TOKENS
@@ -98,7 +98,7 @@ def _memory(config: Config) -> str:
 
 
 def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
-    """The settings of the run to resume, whose folder is ``run=DIR`` or the only plain argument."""
+    """The settings of the run to resume. Its folder is ``run=DIR`` or the only argument that is no setting."""
     from poise.runs.checkpoint_files import CHANGEABLE
     from poise.training.config.documents import split_overrides
     from poise.training.config.run_settings import of_run
@@ -115,7 +115,7 @@ def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
 
 
 def split_arguments(args: list[str], *, resume: bool = False) -> tuple[str | None, list[str]]:
-    """The recipe, if one is named, and the settings. To resume, a run folder, whose name may have a ``=``."""
+    """The recipe (with ``resume``: the run folder) or None, and the settings. A run folder's name may contain ``=``."""
     recipes = [arg for arg in args if "=" not in arg or (resume and is_run(arg))]
     if resume and len(recipes) > 1:
         fail(f"--resume takes one run and no recipe, got {' and '.join(recipes)}; write: poise train --resume DIR")

@@ -1,1 +1,1 @@
-"""Adapters for other trainers. Each module needs the framework in its name."""
+"""Adapters for other trainers. A module with a framework's name needs that framework."""

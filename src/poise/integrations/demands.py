@@ -1,4 +1,4 @@
-"""Find out before training what a regulator needs from a framework: run it on an example batch."""
+"""Finds out before training what a regulator needs from a framework, by a run on an example batch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Demands:
     """The phases of a regulator, and what they do to the policy, KL and entropy terms."""
 
     phases: tuple[str, ...]  # names
-    plain: bool  # every policy weight is 1, so nothing is regulated
-    kl: str  # KL and entropy terms: ALL of them in every phase, a PART selected by a mask, or otherwise WEIGHTED
+    plain: bool  # every policy weight is 1: no regulation
+    kl: str  # KL and entropy terms: ALL in every phase, a PART selected by a mask, or WEIGHTED otherwise
 
     @property
     def split(self) -> bool:
-        """Whether several phases divide the KL and entropy terms between them."""
+        """Whether the KL and entropy terms are divided among several phases."""
         return len(self.phases) > 1 and self.kl != ALL
 
 
 def demands(phases: Sequence[Phase], batch: TokenBatch) -> Demands:
-    """What these phases of a batch need."""
+    """The demands of these phases on a batch."""
     mask = batch.mask
     kinds = {_kl_kind(phase.policy[mask], phase.kl[mask]) for phase in phases}
     worst = next(kind for kind in (WEIGHTED, PART, ALL) if kind in kinds)
@@ -42,7 +42,7 @@ def demands(phases: Sequence[Phase], batch: TokenBatch) -> Demands:
 
 
 def probe(regulator: Regulator) -> Demands:
-    """What the regulator needs on an example batch that has every field, many probabilities, and advantages ±1."""
+    """The regulator's demands on an example batch with every field, many probabilities, and advantages ±1."""
     try:
         batch = _example_batch()
         phases = regulator(batch)
@@ -82,7 +82,7 @@ def _example_batch() -> TokenBatch:
         correct=correct,
         ref_logp=logp,
         sampler_logp=logp,
-        entropy=0.02 * torch.rand(rows, length, generator=generator),  # low: STARE is idle where entropy is high
+        entropy=0.02 * torch.rand(rows, length, generator=generator),  # low, because STARE does nothing at high entropy
         hidden=torch.randn(rows, length, width, generator=generator),
         head=torch.randn(vocabulary, width, generator=generator),
         targets=torch.randint(vocabulary, (rows, length), generator=generator),

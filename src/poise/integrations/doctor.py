@@ -1,4 +1,4 @@
-"""`poise doctor verl`: check whether verl has loaded poise, and show the plugin errors that verl hides."""
+"""``poise doctor verl``: checks whether verl has loaded poise, and shows the plugin errors that verl hides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 def verl(say: Say, overrides: Sequence[str] = (), config_path: Path | None = None, name: str = "ppo_trainer") -> bool:
-    """Report versions and whether verl has loaded poise; with settings, also whether verl and poise accept them."""
+    """Report versions and whether verl has loaded poise. With settings, also report whether both accept them."""
     for package in PACKAGES:
         say(f"{package:14s} {_version(package)}")
     try:
@@ -99,7 +99,7 @@ def _check_settings(say: Say, overrides: Sequence[str], config_path: Path | None
 
 
 def _check_config(say: Say, config: Any) -> bool:
-    """Report which regulator this configuration trains with. Raises if a check refuses it."""
+    """Report the regulator of this configuration. Raises an error if a check refuses the configuration."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
     from verl.utils.config import omega_conf_to_dataclass, validate_config

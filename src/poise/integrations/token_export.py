@@ -1,4 +1,4 @@
-"""Write a trainer's responses, token by token, to a file for ``poise report`` and ``poise diagnose``.
+"""Writes a trainer's responses with their tokens to a file for ``poise report`` and ``poise diagnose``.
 
 docs/report.md ("Runs of other trainers") lists the fields of a line.
 """
@@ -17,9 +17,9 @@ from poise.referee.report.token_texts import Decoder, response_texts
 
 
 class TokenExport:
-    """A token file. It takes the first batch, and every ``every``-th: a batch of long responses has megabytes.
+    """A token file with the first batch and every ``every``-th batch; a batch of long responses takes megabytes.
 
-    A resumed run continues its file: lines of steps that it takes again are replaced.
+    A resumed run continues its file, and replaces the lines of steps that it repeats.
     """
 
     def __init__(self, path: str | Path, every: int = 10) -> None:
@@ -32,7 +32,7 @@ class TokenExport:
         self._batches, self._begun = 0, False
 
     def wants_next(self) -> bool:
-        """Whether the next batch is to be written; call it once for each batch."""
+        """Whether to write the next batch. Call this once per batch."""
         self._batches += 1
         return self._batches == 1 or self._batches % self.every == 0
 
@@ -45,7 +45,7 @@ class TokenExport:
             file.writelines(dumps({"step": step, **line}) for line in lines)
 
     def _begin(self, step: int) -> None:
-        """Keep what the file has of earlier steps. A file with other content is refused."""
+        """Keep the file's lines of earlier steps. Refuse a file with other content."""
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             return
@@ -74,7 +74,7 @@ def lines(
     responses: Sequence[Tensor],
     decode: Callable[[list[int]], str],
 ) -> list[dict[str, Any]]:
-    """A line for each row of a batch. ``prompts`` and ``responses`` are token ids without padding."""
+    """One line per row of a batch. ``prompts`` and ``responses`` are token ids without padding."""
     decoder = Decoder(decode)
     numbers = {"logp": batch.old_logp, "advantage": batch.token_advantages, "entropy": batch.entropy}
     made = []
@@ -90,5 +90,5 @@ def lines(
 
 
 def _digits(values: Tensor) -> list[float]:
-    """As many digits as float32 has."""
+    """The values with as many digits as float32 has."""
     return [float(f"{value:.7g}") for value in values.tolist()]

@@ -1,4 +1,4 @@
-"""RLTR's transfer as a reward with TRL's signature (``sampling/rltr.py`` has the method; docs/rltr.md shows its use).
+"""RLTR's transfer as a reward with TRL's signature. ``sampling/rltr.py`` has the method; docs/rltr.md shows its use.
 
 >>> transfer = Transfer("http://receiver:8000/v1", reward="math", tokenizer="Qwen/Qwen2.5-7B-Instruct")
 >>> GRPOTrainer(model, [right, transfer], GRPOConfig(reward_weights=[1.0, 0.5], ...), dataset)
@@ -24,7 +24,7 @@ from poise.tasks.rewards import Rewards, TrainerState, text_of
 
 @dataclass(frozen=True)
 class _Words:
-    """A tokenizer as ``first_tokens`` needs it."""
+    """A tokenizer in the form that ``first_tokens`` needs."""
 
     tokenizer: Any
     end_tokens: list[int]
@@ -34,14 +34,14 @@ class _Words:
 
 
 class Transfer:
-    """The share of a receiver's continuations that ``reward`` finds correct: a number from 0 to 1 for each completion.
+    """The share of a receiver's continuations that ``reward`` scores as correct: a number from 0 to 1 per completion.
 
     ``receiver`` is the address of an OpenAI-compatible server, a model's name, a loaded ``Policy``, or any object with
-    ``complete`` (``sampling.remote.Receiver``). ``reward`` is one as ``poise.Rewards`` takes it; it gets the data's
-    columns. ``tokenizer`` is the receiver's, or its name: it is needed for an address. The prefix and its continuation
-    have at most ``max_tokens`` of its tokens. ``server`` are settings of ``Server``, such as ``timeout=60``. The other
-    settings are the same as in ``rltr``. Random numbers depend only on ``seed``, the step, the prompt and the
-    completion.
+    ``complete`` (``sampling.remote.Receiver``). ``reward`` is a reward that ``poise.Rewards`` accepts; it gets the
+    data's columns. ``tokenizer`` is the receiver's tokenizer or its name; an address needs it. The prefix and its
+    continuation together have at most ``max_tokens`` of the receiver's tokens. ``server`` are settings of ``Server``,
+    such as ``timeout=60``. The other settings are the same as in ``rltr``. Random numbers depend only on ``seed``, the
+    step, the prompt and the completion.
     """
 
     __name__ = "transfer"  # TRL logs rewards under this name
@@ -86,10 +86,10 @@ class Transfer:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], trainer_state: Any = None, **columns: Any
     ) -> list[float | None]:
-        """TRL's call. None for a completion whose continuations all have no grade."""
+        """TRL's call. Returns None for a completion if none of its continuations has a grade."""
         step = getattr(trainer_state, "global_step", 0)
         texts = [text_of(completion) for completion in completions]
-        asked: dict[tuple[str, str], int] = {}  # (prompt, prefix): the first row with them
+        asked: dict[tuple[str, str], int] = {}  # (prompt, prefix) → the first row with these
         keys = []
         for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             key = (as_text(self.words.tokenizer, prompt), self._prefix(step, prompt, text))
@@ -108,7 +108,7 @@ class Transfer:
     def _shares(
         self, step: int, asked: dict[tuple[str, str], int], prompts: Sequence[Any], columns: dict[str, Any]
     ) -> dict[tuple[str, str], float | None]:
-        """The share of right continuations of each prompt and prefix."""
+        """The share of correct continuations of each prompt and prefix."""
         every = [(key, row, number) for key, row in asked.items() for number in range(self.continuations)]
         if not every:
             return {}

@@ -2,14 +2,14 @@
 
 >>> trainer = RegulatedGRPOTrainer(model, reward, GRPOConfig(num_iterations=2, ...), dataset, regulator="lopti")
 
-TRL's loop, loss, checkpoints and logging do not change. Groups are complete only right after TRL has generated and
-scored them (``_generate_and_score_completions``). The regulator runs there and adds its weights to the batch as tensors
-that TRL shuffles and splits. ``_compute_loss`` takes advantages of shape (B, T); weights are not negative, so weighting
-the advantage weights the clipped policy term, and weighting ``beta`` the KL term, which ``trl_loss`` tests. If every
-weight is 1, the batch is unchanged.
+TRL's loop, loss, checkpoints and logging do not change. Groups are complete only directly after TRL has generated and
+scored them (``_generate_and_score_completions``), so the regulator runs there. It adds its weights to the batch as
+tensors, which TRL shuffles and splits. ``_compute_loss`` accepts advantages of shape (B, T). Because weights are not
+negative, a weighted advantage weights the clipped policy term, and a weighted ``beta`` weights the KL term;
+``trl_loss`` tests this. If every weight is 1, the batch does not change.
 
 The phases of a regulator are iterations of TRL (``num_iterations``): the step counter and the learning-rate schedule
-tick in each phase. ``trl_checks`` refuses what TRL cannot express. Evaluation is TRL's own, without weights.
+advance in each phase. ``trl_checks`` refuses what TRL cannot express. Evaluation uses no weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from poise.lm_head import Head
 from poise.regulators import Regulator, parse, summary
 
 WEIGHTS, KL_WEIGHTS = "poise_weights", "poise_kl_weights"  # (B, phases, T) in TRL's batch
-USES = "poise_uses"  # (B,): how often the loss has used a row, which is the number of its next phase
+USES = "poise_uses"  # (B,): how often the loss has used a row; this is the index of its next phase
 _FIELDS = {  # fields of TokenBatch, and TRL's names for them
     "targets": "completion_ids",
     "ref_logp": "ref_per_token_logps",
@@ -56,11 +56,11 @@ Method = str | Regulator | Callable[[TokenBatch], Any]
 
 @dataclass
 class _State:
-    """What the mixin remembers between TRL's calls."""
+    """The mixin's state between TRL's calls."""
 
-    rewards: Tensor | None = None  # (all rows, reward functions) of the last generation batch
-    scored_ids: list[list[int]] = field(default_factory=list)  # this process's responses with these rewards
-    uses_left: int = 0  # how many of its micro-batches the loss still has to use, if there are several phases
+    rewards: Tensor | None = None  # (all rows, reward functions), for the last generation batch
+    scored_ids: list[list[int]] = field(default_factory=list)  # this process's responses that got these rewards
+    uses_left: int = 0  # with several phases: the number of its micro-batches that the loss has not used yet
     loss_called: bool = False  # whether the current training step went through our _compute_loss
     head_checked: bool = False
     loss_checked: bool = False
@@ -71,11 +71,11 @@ class _State:
 class RegulatorMixin(_Mixed):  # type: ignore[misc]
     """Adds a regulator to a subclass of TRL's ``GRPOTrainer``: ``class Mine(RegulatorMixin, MyTrainer)``.
 
-    ``regulator`` is the text form, a ``Regulator``, or a function from a batch to phases. ``correct`` says which
-    responses are correct, for methods that need to know (NTHR): the name of a reward function that returns 0 or 1, or
-    a function of the rewards (B, reward functions) that returns bool (B,). A checkpoint names its regulator, and cannot
-    be resumed with another one unless ``change_regulator`` is True. ``export`` is a file for the responses and their
-    tokens (``poise report FILE``): those of the first generation batch, and of every ``export_every``-th.
+    ``regulator`` is a text, a ``Regulator``, or a function from a batch to phases. ``correct`` determines which
+    responses are correct, for methods that need this (NTHR): the name of a reward function that returns 0 or 1, or a
+    function that maps the rewards (B, reward functions) to bool (B,). A checkpoint records its regulator; to resume
+    with another one, set ``change_regulator``. ``export`` is a file for the responses and tokens of the first and every
+    ``export_every``-th generation batch (``poise report FILE``).
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     # --- Overrides of TRL's methods, in the order in which a step calls them
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's step, with a check that it called our loss."""
+        """TRL's step. Checks that it called our loss."""
         self._poise.loss_called = False
         loss = super().training_step(*args, **kwargs)
         if not self._poise.loss_called:
@@ -154,7 +154,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             return super()._compute_loss(model, weighted)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's model card, with a section on the regulator."""
+        """TRL's model card, with a section about the regulator."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             write_card(self.args.output_dir, describe(self.regulator))
@@ -162,7 +162,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     # --- The mixin's own methods
 
     def _next_phase(self, inputs: dict[str, Any]) -> int:
-        """Count this use of the batch, and return the number of its phase."""
+        """Count this use of the batch, and return the index of its phase."""
         phases = self._poise.demands.phases
         if len(phases) == 1:
             return 0
@@ -206,7 +206,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     def _write_tokens(
         self, export: TokenExport, output: dict[str, Any], batch: TokenBatch, phases: list[Phase]
     ) -> None:
-        """Export the responses of all processes. These are the batch and phases of this process."""
+        """Export the responses of all processes. The arguments are the batch and phases of this process."""
         processor: Any = self.processing_class
         decode = getattr(processor, "tokenizer", processor).decode
         prompts, responses = (
@@ -219,7 +219,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             export.write(self.state.global_step + 1, groups)
 
     def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> bool:
-        """Raise if the phases need more from TRL than in the trial before training. True if all weights are 1."""
+        """Raise an error if the phases need more from TRL than in the first trial. True if all weights are 1."""
         wants, now = self._poise.demands, demands(phases, batch)
         if len(phases) != len(wants.phases):
             names = ", ".join(phase.name for phase in phases)
@@ -238,7 +238,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     def _token_batch(self, output: dict[str, Any]) -> tuple[TokenBatch, slice]:
         """The generation batch of all processes, and the rows of this process in it.
 
-        Hidden states are not gathered: if the regulator needs them, it sees only this process's batch, in whole groups.
+        Hidden states are not gathered. If the regulator needs them, it sees only this process's batch, in whole groups.
         """
         needs = self.regulator.needs
         mask = output["completion_mask"]
@@ -274,7 +274,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return batch, slice(None) if alone else ours
 
     def _scores(self, output: dict[str, Any], rows: slice) -> dict[str, Tensor]:
-        """Rewards and correctness. Both are unknown if a subclass replaced responses after scoring."""
+        """Rewards and correctness; empty if a subclass replaced responses after scoring."""
         rewards = self._poise.rewards
         if rewards is None or not _same_responses(output, self._poise.scored_ids):
             if needs := sorted(self.regulator.needs & {"rewards", "correct"}):
@@ -301,8 +301,9 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     def _old_policy(self, output: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probabilities, entropies and hidden states of the sampled tokens, before the update.
 
-        If generation and update are aligned, TRL has no old log-probabilities, and its loss uses the current ones. Then
-        we compute them only for the weights, without dropout, which would add noise and consume random numbers.
+        If generation and update are aligned, TRL stores no old log-probabilities, and its loss uses the current ones.
+        In this case poise computes them for the weights only, without dropout, which would add noise and consume random
+        numbers.
         """
         needs = self.regulator.needs
         logp = output.get("old_per_token_logps")
@@ -359,13 +360,13 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return {name: sum(values) / len(values) for name, values in by_name.items()}
 
     def _start(self) -> None:
-        """Prepare for training: new, resumed or started again, it begins with new rollouts."""
+        """Prepare for training, which always begins with new rollouts, also when it is resumed or started again."""
         wants = self._poise.demands
         check_start(self.args, self.state, wants, self._regulator_name)
         method = describe(self.regulator)
         if not self._change_regulator:
             check_resume(self.state, method)
-        # TRL writes it into trainer_state.json with every checkpoint.
+        # TRL writes this into trainer_state.json with every checkpoint.
         self.state.stateful_callbacks[KEY] = {"regulator": method, "version": poise.__version__}
         if self.is_world_process_zero():
             tell_trackers(self.callback_handler.callbacks, method)
@@ -373,10 +374,10 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             self._step, self._buffered_inputs, self._poise.uses_left = 0, None, 0
 
     def _skip_idle_step(self) -> None:
-        """Without a gradient, prevent momentum from moving the model.
+        """If there is no gradient, prevent momentum from moving the model.
 
-        Optimizers skip a parameter whose gradient is None, and leave its state unchanged. With one phase poise does as
-        TRL, which takes a step even on a batch without advantages.
+        Optimizers skip a parameter whose gradient is None, and do not change its state. With one phase poise behaves
+        like TRL, which takes a step even on a batch without advantages.
         """
         if len(self._poise.demands.phases) == 1:
             return
@@ -390,7 +391,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
 
 def _same_responses(output: dict[str, Any], scored: list[list[int]]) -> bool:
-    """Whether the batch consists of the scored responses."""
+    """Whether the batch contains exactly the scored responses."""
     lengths = output["completion_mask"].sum(1).tolist()  # 0 if TRL masks a truncated response
     return len(lengths) == len(scored) and all(
         row[: len(ids)] == list(ids) and length <= len(ids)
@@ -425,7 +426,10 @@ def causal_model(trainer: Any) -> Any:
 
 
 def head_of(trainer: Any) -> Head:
-    """The model's head at the trainer's temperature. What FSDP2 has sharded is gathered, on all processes at once."""
+    """The model's head at the trainer's temperature.
+
+    Parts that FSDP2 has sharded are gathered, on all processes at once.
+    """
     model = causal_model(trainer)
     head = Head.of(model.get_output_embeddings(), model.config.get_text_config(), trainer.temperature)
     parts = {"weight": head.weight, "bias": head.bias}
@@ -434,7 +438,7 @@ def head_of(trainer: Any) -> Head:
 
 
 def hidden_states_hook(trainer: Any, states: list[Tensor], length: int) -> AbstractContextManager[Any]:
-    """Within, a hook appends to ``states`` the hidden states that predict the last ``length`` tokens."""
+    """Within this context, a hook appends to ``states`` the hidden states that predict the last ``length`` tokens."""
     hook: AbstractContextManager[Any] = causal_model(trainer).base_model.register_forward_hook(
         lambda _module, _args, out: states.append(out.last_hidden_state[:, -length - 1 : -1].detach())
     )
@@ -442,7 +446,7 @@ def hidden_states_hook(trainer: Any, states: list[Tensor], length: int) -> Abstr
 
 
 def check_head(trainer: Any, hidden: Tensor, logp: Tensor, output: dict[str, Any], name: str) -> None:
-    """Raise unless our log-probabilities from these hidden states equal TRL's, for some tokens of the batch."""
+    """Raise an error unless log-probabilities from these hidden states equal TRL's, for some tokens of the batch."""
     row, column = (places[:64] for places in output["completion_mask"].nonzero(as_tuple=True))
     logits = head_of(trainer)(hidden[row, column]).float()
     ours = logits.log_softmax(-1).gather(-1, output["completion_ids"][row, column][:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Refuse, before training starts, what TRL cannot do with a regulator; each message says what to do instead."""
+"""Refuses, before training starts, what TRL cannot do with a regulator. Each message says what to do instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from poise.regulators import Regulator
 
 MINORS = range(10, 17)  # tested versions 1.x
 TESTED = f"1.{MINORS[0]} to 1.{MINORS[-1]}"
-# The methods that the mixin overrides or calls. GRPOTrainer or a base class of it in TRL must define all of them.
+# The methods that the mixin overrides or calls. TRL's GRPOTrainer or its base classes must define them.
 HOOKS = (
     "training_step",
     "_prepare_inputs",
@@ -31,7 +31,7 @@ OTHERS = {
 
 
 def check_trl(trainer: type) -> None:
-    """Raise unless the trainer's methods are TRL's own; warn if the version is not a tested one."""
+    """Raise an error unless the trainer's methods are TRL's own. Warn about an untested version."""
     base = next((kind for kind in trainer.__mro__ if kind.__name__ == "GRPOTrainer" and _is_trl(kind)), None)
     if base is None:
         raise CannotRegulateError(f"{trainer.__name__} does not inherit from TRL's GRPOTrainer: {_other(trainer)}")
@@ -74,7 +74,7 @@ def _other(trainer: type) -> str:
 
 
 def check_config(args: Any, wants: Demands, name: str) -> None:
-    """All checks that need only the GRPOConfig. ``name`` is the regulator as the user wrote it."""
+    """Run all checks that need only the GRPOConfig. ``name`` is the regulator as the user wrote it."""
     if args.importance_sampling_level != "token" and not wants.plain:
         raise CannotRegulateError(
             f"importance_sampling_level={args.importance_sampling_level!r} has one ratio for a whole response, in "
@@ -115,12 +115,12 @@ def check_config(args: Any, wants: Demands, name: str) -> None:
     if args.max_steps > 0:
         _check_multiple("max_steps", args.max_steps, steps, name)
     field, value = _save_interval(args, args.save_steps, args.eval_steps)
-    if value is not None and value >= 1:  # below 1 it is a share of the steps, whose number is unknown here
+    if value is not None and value >= 1:  # a value below 1 is a share of the steps, whose number is unknown here
         _check_multiple(field, value, steps, name)
 
 
 def check_needs(args: Any, regulator: Regulator, name: str) -> None:
-    """Raise if these settings keep TRL from computing what the regulator reads."""
+    """Raise an error if with these settings TRL does not compute the regulator's inputs."""
     if "ref_logp" in regulator.needs and args.beta == 0:
         raise CannotRegulateError(
             f"{name} needs ref_logp, the reference policy's log-probabilities, which TRL computes only for a KL term; "
@@ -134,7 +134,7 @@ def period(args: Any) -> int:
 
 
 def check_start(args: Any, state: Any, wants: Demands, name: str) -> None:
-    """Checks at the start of training, when its length and its first step are known."""
+    """Run the checks for the start of training, when the number of steps and the first step are known."""
     if len(wants.phases) == 1:
         return
     steps = period(args)
@@ -150,7 +150,7 @@ def check_start(args: Any, state: Any, wants: Demands, name: str) -> None:
 
 
 def check_trainer(trainer: Any, regulator: Regulator, wants: Demands, name: str) -> None:
-    """Checks that need the finished trainer: its model, engine, processes and rewards."""
+    """Run the checks that need the trainer itself: its model, engine, processes and rewards."""
     if trainer.aux_loss_enabled and wants.split:
         raise CannotRegulateError(
             f"the MoE auxiliary loss would act in every phase of {name}; set router_aux_loss_coef=0 in GRPOConfig"

@@ -1,20 +1,20 @@
-"""Test on the first batch, before the first update, whether a trainer's loss weights tokens.
+"""Tests on the first batch, before the first update, whether a trainer's loss weights tokens.
 
-The adapter weights advantages token by token. That regulates tokens only if the loss uses advantages token by token.
-Let g be the gradient of the loss with respect to each token's log-probability, (B, T). For weights w and advantages A
-the loss must satisfy
+The adapter weights the advantage of each token. This regulates tokens only if the loss applies each token's own
+advantage. Let g be the gradient of the loss with respect to each token's log-probability, (B, T). For weights w and
+advantages A the loss must satisfy
 
     g(w·A) − g(0) = w · (g(A) − g(0))        each token in proportion to its own weight,
     g(A as (B, T)) = g(A as the batch has them)
 
 and, if KL terms have weights v, g(w·A, v) = w · (g(A) − g(0)) + v · g(0). A ratio or a mean over whole responses breaks
-the first rule, a loss written for advantages (B,) the second, one that does not multiply each token's KL term by
-``self.beta`` the third. Random w and v make an accidental pass nearly impossible.
+the first rule; a loss written for advantages (B,) breaks the second; a loss that does not multiply each token's KL term
+by ``self.beta`` breaks the third. With random w and v, a wrong loss hardly ever passes.
 
-The test runs no forward pass: the trainer gets its log-probabilities from ``_get_per_token_logps_and_entropies``, and
-during the test that method returns random ones. So PEFT, DDP, FSDP and DeepSpeed are not involved. Each process runs
+The test needs no forward pass. The trainer gets its log-probabilities from ``_get_per_token_logps_and_entropies``;
+during the test this method returns random values. So PEFT, DDP, FSDP and DeepSpeed are not involved. Each process runs
 the test alone, without the collectives that the loss uses for its metrics; then the processes exchange their results.
-Afterwards the trainer's state is restored.
+After the test, the trainer's state is restored.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from torch import Tensor
 from poise.integrations.demands import CannotRegulateError
 
 SOURCE = "_get_per_token_logps_and_entropies"
-TOLERANCE = 0.01  # of a response's largest gradient: above bfloat16 rounding, far below a broken rule
+TOLERANCE = 0.01  # share of a response's largest gradient: above bfloat16 rounding, far below a broken rule
 Loss = Callable[[Any, dict[str, Any]], Any]
 
 
 def check_loss(trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any], name: str, *, kl: bool) -> bool:
-    """Raise if the loss does not weight tokens; False if this batch is too small to tell. ``kl``: test v too."""
+    """Raise an error if the loss does not weight tokens. False if this batch is too small. ``kl``: also test v."""
     with _restored(trainer):
         fault = _fault(_Bench(trainer, loss, model, inputs), kl=kl)
     faults = [fault] if trainer.accelerator.num_processes == 1 else gather_object([fault])
@@ -53,7 +53,7 @@ def check_loss(trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any], nam
 
 
 class _Beta(float):
-    """TRL's ``beta``, with a weight for each token: for ``self.beta * per_token_kl``."""
+    """TRL's ``beta`` with a weight per token, for ``self.beta * per_token_kl``."""
 
     weights: Tensor
 
@@ -63,7 +63,7 @@ class _Beta(float):
 
 @contextmanager
 def kl_weights(trainer: Any, weights: Tensor | None) -> Iterator[None]:
-    """Within, the trainer's loss multiplies the KL terms of tokens by these weights (B, T)."""
+    """Within this context, the trainer's loss multiplies the tokens' KL terms by these weights (B, T)."""
     if weights is None:
         yield
         return
@@ -86,15 +86,15 @@ class _Bench:
         self.generator = torch.Generator().manual_seed(0)
         self.near = -self.random(0.1, 2.0)  # log-probabilities of the old policy, the reference and the sampler
         known = {"old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"} & inputs.keys()
-        ratio = {"importance_sampling_ratio"} & inputs.keys()  # the batch's own may all be 0
+        ratio = {"importance_sampling_ratio"} & inputs.keys()  # the batch's own ratios may all be 0
         replacements = dict.fromkeys(known, self.near) | {field: torch.ones_like(inputs[field]) for field in ratio}
         self.inputs = inputs | replacements
-        # Half of the tokens are as in a first update, half so far off that the loss clips: the rules hold for both.
+        # Half of the tokens are as in a first update, half so far off that the loss clips; the rules hold for both.
         shift = torch.where(self.random(0, 1) > 0.5, self.random(-0.01, 0.01), self.random(-0.4, 0.4))
         self.tokens = _FakePass(trainer, self.near + shift, self.random(0.1, 2.0))
 
     def random(self, low: float, high: float) -> Tensor:
-        """Uniform numbers (B, T), the same on every device."""
+        """Uniform random numbers (B, T), the same on every device."""
         numbers = torch.rand(self.mask.shape, generator=self.generator) * (high - low) + low
         return numbers.to(self.mask.device)
 
@@ -142,14 +142,14 @@ class _FakePass:
 
 
 def _fault(bench: _Bench, *, kl: bool) -> str | None:
-    """Why the loss is refused; "" if it is right, None if this batch cannot show it."""
+    """Why the loss is refused; "" if the loss is right, None if this batch cannot show it."""
     mask, inputs = bench.mask, bench.inputs
-    scale = inputs["advantages"].abs().max().clamp(min=2) / 2  # weighted advantages as large as the batch's own
+    scale = inputs["advantages"].abs().max().clamp(min=2) / 2  # so that weighted advantages are as large as the batch's
     rows = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -0.5).to(mask.device) * scale
     ones = rows[:, None].expand(mask.shape).contiguous()
     try:
         own = bench.gradient(ones if inputs["advantages"].dim() == 2 else rows)
-    except Exception as error:  # not caused by weights
+    except Exception as error:  # an error without weights
         error.add_note("This happened when poise tested the loss on random log-probabilities, before any update.")
         raise
     if not bench.tokens.called:
@@ -190,7 +190,7 @@ def _owner(trainer: Any, loss: Loss) -> str:
 
 
 class _WithoutCollectives:
-    """An accelerator without collectives: processes have batches of different sizes, and one may fail."""
+    """An accelerator without collectives: processes have batches of different sizes, and one process may fail."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
@@ -206,7 +206,7 @@ class _WithoutCollectives:
 
 @contextmanager
 def _restored(trainer: Any) -> Iterator[None]:
-    """Afterwards restore the trainer's attributes, its metrics and the random number generators."""
+    """After this context, restore the trainer's attributes, its metrics and the random number generators."""
     before = dict(vars(trainer))
     containers = (list, dict, set, deque)
     vars(trainer).update({k: copy.copy(v) for k, v in before.items() if isinstance(v, containers)})

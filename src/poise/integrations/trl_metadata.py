@@ -1,4 +1,4 @@
-"""Record a run's regulator in its checkpoints, model card and trackers, and check it on resume."""
+"""Records a run's regulator in its checkpoints, model card and trackers, and checks it on resume."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from poise.regulators import Function, Regulator, text
 from poise.regulators.base import parts_of
 
 KEY = "poise"  # in trainer_state.json under stateful_callbacks, which TRL saves and restores
-STOCK = "grpo"  # TRL's own update; a checkpoint without an entry has it too
+STOCK = "grpo"  # TRL's own update; also assumed for a checkpoint without an entry
 
 
 def describe(regulator: Regulator) -> str:
-    """The text form, or the name of the class or function if there is none; the same in every process."""
+    """The regulator's text or, without one, the name of its class or function; the same in every process."""
     return " | ".join(_describe_one(part) for part in parts_of(regulator))
 
 
@@ -42,7 +42,7 @@ def check_resume(state: Any, regulator: str) -> None:
 
 
 def write_card(folder: str, regulator: str) -> None:
-    """Add a section to the model card, if TRL has written one."""
+    """Add a section about the regulator to the model card, if TRL has written a card."""
     card = Path(folder) / "README.md"
     if not card.exists():
         return

@@ -6,9 +6,9 @@ actor_rollout_ref.actor.policy_loss:
   regulator: ar(alpha=0.2)
   base_loss: vanilla        # any loss of verl that is a sum over tokens in proportion to their advantages
 
-A policy loss sees one micro-batch, and does not see the KL and entropy terms. For methods that look at the whole batch,
-or update in several phases, use the trainer (``verl_trainer``). Both are entry points of the group ``verl.plugins``:
-``import verl`` loads them, in every process. verl hides their errors; ``poise doctor verl`` shows them.
+A policy loss sees one micro-batch, and not the KL and entropy terms. For methods that read the whole batch or update in
+several phases, use the trainer (``verl_trainer``). Loss and trainer are entry points of the group ``verl.plugins``,
+which ``import verl`` loads in every process. verl hides errors in plugins; ``poise doctor verl`` shows them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from poise.batch import TokenBatch
 from poise.integrations.demands import CannotRegulateError
 from poise.integrations.verl_checks import LOSS, check_linear, check_policy_loss, check_verl
 
-_tried: set[tuple[str, str]] = set()  # (loss, loss_agg_mode) that passed check_linear
+_tried: set[tuple[str, str]] = set()  # pairs (loss, loss_agg_mode) that passed check_linear
 
 
 @dataclass
 class RegulatedPolicyLoss(PolicyLossConfig):  # type: ignore[misc]
-    """Settings of the regulated policy loss: verl's own, the regulator in its text form, and the loss to weight."""
+    """Settings of the regulated policy loss: verl's settings, the regulator as text, and the loss to weight."""
 
     loss_mode: str = LOSS
     regulator: str = ""

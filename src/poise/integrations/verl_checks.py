@@ -1,6 +1,6 @@
-"""Refuse, before training starts, what verl cannot do with a regulator; each message says what to do instead.
+"""Refuses, before training starts, what verl cannot do with a regulator. Each message says what to do instead.
 
-The functions import verl themselves: importing verl imports its plugins, and those import this file.
+The functions import verl only when called, because verl imports its plugins, and they import this file.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from poise.regulators import Regulator, parse
 from poise.regulators.base import STATES, scorers, with_scores
 
 TESTED = "0.9.1"
-UNTESTED = "POISE_UNTESTED_VERL"  # environment variable: 1 lets other versions train
+UNTESTED = "POISE_UNTESTED_VERL"  # environment variable: 1 allows other versions
 LOSS, TRAINER = "poise", "poise_sync"  # our names in verl's registries
-# verl's losses in which weights on advantages do not weight tokens, or have another effect too.
+# verl's losses in which weights on advantages do not weight tokens, or also have other effects.
 UNFIT = {
     "geo_mean": "has one ratio and one advantage for a whole response, so token weights collapse to their mean",
     "clip_cov": "selects tokens by their advantages, so weights would change the selection; use poise's 'clip-cov'",
     "kl_cov": "selects tokens by their advantages, so weights would change the selection",
     "dro": "has a penalty that does not depend on the advantage, so weights would not reach it",
 }
-# Losses and averages in which response_mask only removes tokens. The others measure something inside the mask (the
-# ratio or the length of a response), so the loss of the remaining tokens would change.
+# Losses and averages in which response_mask only removes tokens. Other losses compute a ratio or length of the response
+# within the mask, so a smaller mask would change the loss of the remaining tokens.
 MASKABLE = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo")
 LENGTH_FREE = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-ENGINES = ("fsdp", "fsdp2")  # strategies that show a hook the hidden states and the whole output weight
+ENGINES = ("fsdp", "fsdp2")  # strategies in which a hook sees the hidden states and the whole output weight
 # The optional fields of TokenBatch that the trainer can fill.
 AVAILABLE = frozenset({"groups", "rewards", "correct", "targets", "entropy", "ref_logp", "sampler_logp"})
 
 
 def check_verl() -> None:
-    """Raise unless this is the tested version of verl; only warn if the user wants to try another one."""
+    """Raise an error unless verl has the tested version. Only warn if the user allows other versions."""
     import verl
 
     if verl.__version__ == TESTED:
@@ -74,7 +74,7 @@ def correct_at(config: Any) -> float | None:
 
 @cache
 def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
-    """Raise unless the regulator works inside a policy loss, which sees a few responses at a time and no KL term."""
+    """Raise an error unless the regulator works in a policy loss, which sees few responses at a time and no KL term."""
     if not text:
         raise CannotRegulateError("policy_loss.regulator is missing: set it, for example to 'ar(alpha=0.2)'")
     regulator = parse(text)
@@ -103,7 +103,7 @@ def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
 
 
 def check_config(config: Any, regulator: Regulator, wants: Demands, name: str) -> None:
-    """All checks that need verl's complete configuration. ``name`` is the regulator as the user wrote it."""
+    """Run all checks that need verl's complete configuration. ``name`` is the regulator as the user wrote it."""
     actor = config.actor_rollout_ref.actor
     loss = actor.policy_loss.get("loss_mode", "vanilla")
     if not config.trainer.get("use_v1", True):
@@ -125,9 +125,9 @@ def check_config(config: Any, regulator: Regulator, wants: Demands, name: str) -
 
 
 def check_linear(function: Any, config: Any, base: str, mode: str) -> None:
-    """Raise unless a weight on a token's advantage weights exactly that token's term, on a few random tokens.
+    """Raise an error unless a weight on a token's advantage weights exactly that token's term, for random tokens.
 
-    Tests cover verl's own losses. This check is for losses that users register.
+    Our tests cover verl's own losses; this check is for losses that users register.
     """
     random = torch.Generator().manual_seed(0)
     old = -torch.rand(2, 3, generator=random, dtype=torch.float64) - 0.1
@@ -202,7 +202,7 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
 
 
 def _unclear_rewards(config: Any) -> str:
-    """The setting that may give rewards other than 1, 0 and −1; "" if there is none."""
+    """The setting that may cause rewards other than 1, 0 and −1; "" if there is none."""
     reward = config.get("reward", None) or {}
     penalty = (reward.get("reward_kwargs", None) or {}).get("overlong_buffer_cfg", None) or {}
     if penalty.get("enable", False):
@@ -212,7 +212,7 @@ def _unclear_rewards(config: Any) -> str:
 
 
 def _check_states(config: Any, name: str) -> None:
-    """Check that a worker's forward pass shows hidden states, the whole output weight, and whole groups."""
+    """Check that a worker's forward pass gives access to hidden states, the whole output weight, and whole groups."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     why = f"{name} reads hidden states in verl's forward pass, before the update; "
     if actor.strategy not in ENGINES:
@@ -246,7 +246,7 @@ def _check_states(config: Any, name: str) -> None:
 
 
 def _check_terms(actor: Any, wants: Demands, loss: str, name: str) -> None:
-    """Check the KL loss and the entropy bonus, which response_mask can remove from a phase but not weight."""
+    """Check the KL loss and the entropy bonus. response_mask can remove them from a phase, but not weight them."""
     if not has_terms(actor) or wants.kl == ALL:
         return
     if wants.kl != PART:

@@ -1,9 +1,9 @@
-"""Scores from hidden states inside verl (NTHR): the workers compute them in the pass of the old log-probabilities.
+"""Scores from hidden states inside verl (NTHR). Workers compute them in the pass for the old log-probabilities.
 
-The trainer calls ``request``, which adds entries to the batch for the workers, and orders the rows so that each group
-goes to one worker. During the pass over its rows a worker stores the hidden states of its response tokens, and a copy
-of the output weight, which is whole while the head runs, however verl shards it. Then it scores its groups, and puts
-one number per token into verl's queue, together with the log-probabilities.
+The trainer calls ``request``, which adds entries for the workers to the batch, and orders the rows so that each group
+goes to one worker. During the pass over its rows, a worker stores the hidden states of its response tokens and a copy
+of the output weight, which is whole while the head runs, even if verl shards it. Then the worker scores its groups, and
+puts one number per token into verl's queue, together with the log-probabilities.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMPARED = 64  # tokens per micro-batch whose log-probabilities are compared wit
 
 
 def is_correct(rewards: Tensor, correct_at: float | None) -> Tensor:
-    """Whether each reward reaches ``correct_at``; if that is None, whether it is 1 (others must be 0 or −1)."""
+    """Whether each reward reaches ``correct_at``. If that is None, whether it is 1; other rewards must be 0 or −1."""
     if correct_at is not None:
         return rewards >= correct_at
     odd = (rewards != 1) & (rewards != 0) & (rewards != -1)
@@ -50,7 +50,7 @@ def is_correct(rewards: Tensor, correct_at: float | None) -> Tensor:
 
 
 def request(batch: Any, processes: int, regulator: str, correct_at: float | None) -> Any:
-    """The batch for a pass with scores, reordered if there are several workers."""
+    """Prepare the batch for a pass with scores. With several workers, rows are reordered."""
     split_groups: list[str] = []
     if processes > 1:
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid"])
@@ -62,22 +62,22 @@ def request(batch: Any, processes: int, regulator: str, correct_at: float | None
 
 
 def owners(batch: Any, uids: Sequence[Any]) -> list[str]:
-    """The group of each row. verl pads batches with empty rows that share a uid: each becomes its own group."""
+    """The group of each row. verl pads batches with empty rows that share a uid; each becomes its own group."""
     rows = zip(batch.keys, batch.tags, uids, strict=True)
     return [key if tag.get("is_padding", False) else str(uid) for key, tag, uid in rows]
 
 
 def together(owners: Sequence[str], load: Sequence[float], processes: int) -> tuple[list[int], list[str]]:
-    """An order of the rows in which each worker's block has whole groups and about the same load; and the split groups.
+    """An order of the rows in which each worker's block has whole groups and about the same load; the split groups.
 
-    Blocks have the same number of rows, so groups of unequal size may not fit.
+    All blocks have the same number of rows, so groups of unequal size may not fit, and are split.
     """
     groups: dict[str, list[int]] = {}
     for row, owner in enumerate(owners):
         groups.setdefault(owner, []).append(row)
     room = len(owners) // processes
     ways = [_blocks(groups, load, processes, room, even=even) for even in (True, False)]
-    blocks, cut = min(ways, key=lambda way: len(way[1]))  # the even one if both split as many groups
+    blocks, cut = min(ways, key=lambda way: len(way[1]))  # the even one, if both split the same number of groups
     rest = [row for owner in cut for row in groups[owner]]
     for block in blocks:
         while len(block) < room:
@@ -88,7 +88,7 @@ def together(owners: Sequence[str], load: Sequence[float], processes: int) -> tu
 def _blocks(
     groups: dict[str, list[int]], load: Sequence[float], processes: int, room: int, *, even: bool
 ) -> tuple[list[list[int]], list[str]]:
-    """Blocks of whole groups, placed by size, and the groups that do not fit.
+    """Blocks of whole groups, placed from large to small, and the groups that do not fit.
 
     A group goes to the block with the lightest load (``even``), or with the least room left.
     """
@@ -106,7 +106,7 @@ def _blocks(
 
 
 def use_scoring_workers(workers: dict[Any, Any]) -> None:
-    """Replace the actor worker in verl's table of worker classes by one that scores."""
+    """Replace the actor worker in verl's table of worker classes by a scoring worker."""
     for role in _ACTORS:
         if role not in workers:
             continue
@@ -133,7 +133,10 @@ class _States:
         self.head: Head | None = None
 
     def see(self, output: Any, inputs: tuple[Any, ...]) -> None:
-        """A hook before the output layer: its input is the last hidden states, and its weight is whole here."""
+        """A hook before the output layer.
+
+        The layer's input is the last hidden states; its weight is whole at this time.
+        """
         self._head_input = inputs[0].detach()
         if self.head is None:
             head = Head.of(output, self._config, self._temperature)
@@ -141,12 +144,12 @@ class _States:
             self.head = replace(head, weight=head.weight.detach().clone(), bias=bias)
 
     def keep(self, model_output: Any, data: Any, **_: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Called instead of verl's loss, once per micro-batch: store the states of its response tokens."""
+        """Called instead of verl's loss, once per micro-batch. Stores the states of its response tokens."""
         if self._head_input is None or self.head is None:
             raise CannotRegulateError("the model did not run its output layer, so poise has no hidden states to score")
         head_input, self._head_input = self._head_input, None
         offsets = data["input_ids"].offsets()
-        before = offsets.diff() - data["response_mask"].offsets().diff() - 1  # where the first token's state is
+        before = offsets.diff() - data["response_mask"].offsets().diff() - 1  # the index of the first token's state
         packed = tu.get_non_tensor_data(data, "use_remove_padding", True)
         begin = offsets[:-1] if packed else torch.arange(len(offsets) - 1, device=offsets.device) * head_input.shape[1]
         rows = data[_ROW]
@@ -160,14 +163,14 @@ class _States:
         return torch.zeros((), device=head_input.device), {}
 
     def _compare(self, hidden: Tensor, logp: Tensor, targets: Tensor) -> None:
-        """Record how far log-probabilities from these states are from verl's, for some tokens."""
+        """Record the differences of log-probabilities from these states to verl's, for some tokens."""
         assert self.head is not None
         places = torch.linspace(0, len(hidden) - 1, min(COMPARED, len(hidden)), device=hidden.device).long()
         ours = self.head(hidden[places]).log_softmax(-1).gather(-1, targets[places, None])[:, 0]
         self._gaps.append((ours - logp[places].float()).abs())
 
     def check(self) -> None:
-        """Raise if our log-probabilities differ from verl's on average: the model may do more after its head."""
+        """Raise an error if these log-probabilities differ from verl's on average: something may follow the head."""
         gaps = torch.cat(self._gaps)
         gap = float(gaps.mean()) if len(gaps) else 0.0
         assert self._states is not None
@@ -178,17 +181,17 @@ class _States:
             )
 
     def hidden(self, rows: Tensor) -> Tensor:
-        """(n, T, d) for some rows; a state of another token where the mask is False."""
+        """The states (n, T, d) of some rows. Where the mask is False, they belong to other tokens."""
         assert self._states is not None
         return self._states[self._places[rows].clamp(min=0)]
 
 
 class ScoringWorker(TrainingWorker):  # type: ignore[misc]
-    """verl's training worker; its forward pass also scores tokens, if the trainer asks for it."""
+    """verl's training worker. Its forward pass also scores tokens if the trainer asks for it."""
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)  # type: ignore[untyped-decorator, unused-ignore]
     def infer_batch(self, data: Any) -> Any:
-        """verl's method, which also returns scores if the trainer asks for them."""
+        """verl's method. Also returns scores if the trainer asks for them."""
         text = tu.pop(data, _REGULATOR, default=None)
         if text is None:
             return super().infer_batch(data)
@@ -220,7 +223,7 @@ class ScoringWorker(TrainingWorker):  # type: ignore[misc]
         return output
 
     def _run(self, data: Any, states: _States) -> Any:
-        """verl's forward pass over all rows, in which ``states`` sees every micro-batch."""
+        """verl's forward pass over all rows; ``states`` sees every micro-batch."""
         data[_ROW] = torch.arange(len(data))
         tu.assign_non_tensor(data, compute_loss=True)
         head = self.engine.module.get_output_embeddings()
@@ -245,7 +248,7 @@ def _padded(nested: Tensor, mask: Tensor) -> Tensor:
 
 
 def _groups(owners: Sequence[Any], split_groups: set[str]) -> Tensor:
-    """(B,) group numbers; each row of a split group (``split_groups``) becomes its own group."""
+    """Group numbers (B,). Each row of a group in ``split_groups`` becomes its own group."""
     numbers: dict[tuple[str, int], int] = {}
     keys = [(str(owner), row if str(owner) in split_groups else -1) for row, owner in enumerate(owners)]
     return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])

@@ -5,15 +5,15 @@ trainer.v1:
   poise_sync:
     regulator: ar(alpha=0.3) | lopti(threshold=0.5)
 
-(and ``correct_at``, for methods that need to know which responses are correct; ``export`` and ``export_every``, to
-write responses and their tokens to a file.)
+Further settings there: ``correct_at``, for methods that need to know which responses are correct; ``export`` and
+``export_every``, to write responses and their tokens to a file.
 
-verl's controller has the whole batch of a step, with whole groups, in its queue. The regulator runs once on this batch
-before each update of the actor. Then, for each phase, weighted advantages replace the plain ones in the queue, verl
-updates the actor, and the plain ones are put back. Weights are not negative, so weighting the advantage weights the
-clipped policy term. A phase removes KL and entropy terms by ``response_mask``; verl divides by a count that comes from
-``loss_mask``, which stays. Scores from hidden states come from the workers (``verl_scores``). ``verl_checks`` refuses
-what verl cannot express.
+The queue of verl's controller has the whole batch of a step, with whole groups. The regulator runs once on this batch
+before each update of the actor. Then, for each phase, poise puts weighted advantages into the queue, verl updates the
+actor, and poise restores the original advantages. Because weights are not negative, a weighted advantage weights the
+clipped policy term. A phase removes KL and entropy terms by ``response_mask``; verl divides by a token count from
+``loss_mask``, which does not change. Scores from hidden states come from the workers (``verl_scores``). ``verl_checks``
+refuses what verl cannot express.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _Mixed: Any = object  # verl's trainer, whose methods the mixin calls through su
 class RegulatorMixin(_Mixed):  # type: ignore[misc]
     """Adds a regulator to a subclass of verl's ``PPOTrainer``: ``class Mine(RegulatorMixin, MyTrainer)``.
 
-    ``trainer.v1.<trainer_mode>.regulator`` in verl's configuration names the regulator in its text form. ``base_mode``
-    is the trainer_mode of the base class: verl's own code compares the mode by name.
+    ``trainer.v1.<trainer_mode>.regulator`` in verl's configuration is the text of the regulator. ``base_mode`` is the
+    trainer_mode of the base class, because verl's own code compares the mode by name.
     """
 
     base_mode = "sync"
@@ -88,12 +88,12 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         super().__init__(config)
 
     def _init_dataloader(self) -> None:
-        """verl's method, which also sets the length of the learning-rate schedule. The schedule ticks in each phase."""
+        """verl's method. Also multiplies the length of the learning-rate schedule, which advances in each phase."""
         super()._init_dataloader()
         self.config.actor_rollout_ref.actor.optim.total_training_steps *= len(self._wants.phases)
 
     def _init_resource_pool_mgr(self) -> None:
-        """verl's method, which also chooses the class of its workers."""
+        """verl's method. Also chooses the class of the workers."""
         super()._init_resource_pool_mgr()
         if scorers(self.regulator):
             use_scoring_workers(self.role_worker_mapping)
@@ -106,7 +106,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return super()._compute_old_log_prob(scoring_batch, metrics).select_keys(batch.keys)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """verl's method, once for each phase, with advantages multiplied by the phase's weights."""
+        """Call verl's method once per phase, with advantages multiplied by the phase's weights."""
         tokens, stored, regulator = self._token_batch(batch)
         phases = regulator(tokens)
         self._check_phases(phases, tokens)
@@ -116,7 +116,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         for phase in phases:
             rows = self._live_rows(tokens, phase)
             if not len(rows):
-                continue  # no token takes part: momentum alone must not move the model
+                continue  # no active token: momentum alone must not move the model
             piece = batch if len(rows) == len(batch) else batch.select_keys([batch.keys[row] for row in rows])
             phase_metrics: dict[str, Any] = {}
             with self._in_queue(batch, stored, self._weighted(stored, tokens, phase)):
@@ -134,7 +134,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         needs = with_scores(self.regulator, [None] * len(score_fields)).needs
         correction = self.config.algorithm.get("rollout_correction", None) or {}
         if self._token_export is not None and not correction.get("bypass_mode", False):
-            needs |= {"entropy"}  # which verl has computed
+            needs |= {"entropy"}  # verl has computed them
         extra = {ours: theirs for ours, theirs in _FIELDS.items() if ours in needs}
         names = ["uid", MASK, "rm_scores", "old_log_probs", ADVANTAGES, *extra.values(), *score_fields]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
@@ -155,18 +155,18 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return tokens, stored, with_scores(self.regulator, [data[name] for name in score_fields])
 
     def _write_tokens(self, export: TokenExport, batch: Any, tokens: TokenBatch, phases: list[Phase]) -> None:
-        """Export the responses of a step, without the empty rows that verl pads its batches with."""
+        """Export the responses of a step, without the empty rows with which verl pads its batches."""
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts", "responses"])
         prompts, responses = (data[name].unbind() for name in ("prompts", "responses"))
         made = lines(tokens, phases, prompts, responses, self.tokenizer.decode)
         export.write(self.global_steps, (line for line in made if line["tokens"]))
 
     def _processes(self) -> int:
-        """How many processes share the batch. verl sets this when it balances the batch."""
+        """The number of processes that share the batch. verl sets it when it balances the batch."""
         return int(max(self.actor_rollout_wg._dispatch_info["actor"])) + 1
 
     def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> None:
-        """Raise if the phases need more from verl than in the trial before training."""
+        """Raise an error if the phases need more from verl than in the trial before training."""
         now = demands(phases, batch)
         if len(now.phases) > 1 and len(self._wants.phases) == 1:
             raise CannotRegulateError(
@@ -177,7 +177,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             check_config(self.config, self.regulator, now, self._regulator_name)
 
     def _weighted(self, stored: TensorDict, batch: TokenBatch, phase: Phase) -> TensorDict:
-        """The advantages for a phase, and its mask if the phase leaves out KL or entropy terms."""
+        """The weighted advantages of a phase; also its mask, if the phase leaves out KL or entropy terms."""
         lengths = stored[MASK]
         weighted = {ADVANTAGES: response_to_nested(batch.token_advantages * phase.policy, lengths)}
         if has_terms(self.config.actor_rollout_ref.actor) and demands([phase], batch).kl == PART:
@@ -187,7 +187,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
     @contextmanager
     def _in_queue(self, batch: Any, stored: TensorDict, weighted: TensorDict) -> Iterator[None]:
-        """Put the weighted fields into verl's queue, and the stored ones back afterwards."""
+        """Put the weighted fields into verl's queue; afterwards put the stored fields back."""
         place = {"keys": batch.keys, "partition_id": batch.partition_id}
         tq.kv_batch_put(**place, fields=weighted)
         try:
@@ -196,7 +196,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             tq.kv_batch_put(**place, fields=stored.select(*weighted.keys()))
 
     def _live_rows(self, batch: TokenBatch, phase: Phase) -> list[int]:
-        """The rows of the mini-batches in which some token takes part; all rows if there is only one phase.
+        """The rows of the mini-batches that have an active token; all rows if there is only one phase.
 
         verl gives each process a contiguous block of rows, which the process splits into mini-batches in order. Only
         whole mini-batches are left out, so the others stay the same.

@@ -1,4 +1,4 @@
-"""``poise diagnose``: measure on fresh responses which tokens drive an update of a model, with a verdict in words."""
+"""``poise diagnose``: measures on fresh responses which tokens drive an update of a model, and writes a verdict."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from poise.training.frozen_models import FrozenModels
 from poise.training.steps import State
 from poise.training.update import UpdatePlan, backward, clip
 
-SUSPECTS = 20  # listed tokens with the highest NTHR scores
+SUSPECTS = 20  # the number of listed tokens with the highest NTHR scores
 METHODS = ("grpo", "ar", "lopti", "tr-grpo", "nthr")
 Progress = Callable[[str], None]
-CONCATENATED = "questions"  # one value per question; batches have different questions, so no mean exists
+CONCATENATED = "questions"  # one value per question; batches have different questions, so there is no mean
 
 
 class SampledBatch(NamedTuple):
@@ -60,11 +60,11 @@ class PolicyLoop:
         clip(self.parameters, torch.inf, phase.name)
 
     def logp(self) -> Tensor:
-        """The log-probabilities of the current weights, without gradients."""
+        """The log-probabilities under the current weights, without gradients."""
         return score_all(self.policy, self.batch, self.plan.temperature, self.plan.micro_tokens)[0]
 
     def noise(self, masks: Tensor) -> dict[str, list[float | None]]:
-        """The mean |Δp| of each interval without an update: in passes of half the size, and with bfloat16 logits."""
+        """The mean |Δp| of each interval without an update: with passes of half the size, and with bfloat16 logits."""
         smaller = min(self.policy.budget(self.plan.micro_tokens), int(self.batch.mask.sum())) // 2
         again = score_all(self.policy, self.batch, self.plan.temperature, max(1, smaller))[0]
         rounded = token_gradient_sizes(self.batch, logit_rounding)
@@ -88,9 +88,9 @@ def diagnose(
     warmup: int = 3,
     say: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """Sample ``batches`` batches from the config's model and task, and run ``dominance`` on each. Nothing is trained.
+    """Sample ``batches`` batches from the config's model and task, and run ``dominance`` on each, without training.
 
-    ``task`` replaces the config's task. Responses and tokens are written to ``folder`` as in a run, and the figures to
+    ``task`` replaces the config's task. Responses and tokens are written to ``folder`` as in a run, and the results to
     ``diagnose.json``. The KL term is left out.
     """
     intervals = intervals or Intervals()
@@ -138,8 +138,8 @@ def diagnose(
 def _warm_optimizer(sampler: Sampler, config: Config, warmup: int, say: Progress) -> torch.optim.AdamW:
     """AdamW with second moments from ``warmup`` other batches at the same weights, and no momentum (β₁ = 0).
 
-    Without this state, Adam's first step would be the sign of the gradient. Momentum would add tokens of other batches,
-    and of a method's earlier phases, to every step.
+    Without this state, Adam's first step would be the sign of the gradient. Momentum would add the gradients of other
+    batches and of a method's earlier phases to every step.
     """
     policy, optim = sampler.policy, config.optim
     betas = (0.0, optim.betas[1])
@@ -210,7 +210,7 @@ def _suspects(step: int, sampled: SampledBatch, policy: Policy, tokens: dict[str
             first = max(0, column - 12)
             turn = own[row, first:column].int().flip(0).cumprod(0).flip(0).bool()  # the model's current turn
             before = policy.decode(ids[row, first:column][turn].tolist())
-            text = policy.texts(ids[row, column])[int(ids[row, column])]  # unlike decode, this shows end tokens
+            text = policy.texts(ids[row, column])[int(ids[row, column])]  # shows end tokens, unlike decode
             at = {"step": step, "row": row, "column": int(own[row, :column].sum()), "p": float(prob[row, column])}
             suspects.append({"score": score, "text": text, "before": before, **at})
     return suspects
@@ -224,11 +224,11 @@ def _record(folder: RunFolder, step: int, sampled: SampledBatch, sampler: Sample
 
 
 def combine(figures: Sequence[Any]) -> tuple[Any, Any]:
-    """Means over batches of the same structure, and their standard errors (None with a single batch).
+    """The means over batches, in the same structure, and their standard errors (None with a single batch).
 
     Per-question values are concatenated instead.
     """
-    figures = [each for each in figures if each is not None]  # a batch without a correct response has no displacement
+    figures = [each for each in figures if each is not None]  # without a correct response a batch has no displacement
     if not figures:
         return None, None
     if isinstance(figures[0], dict):
@@ -243,9 +243,9 @@ def combine(figures: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str], batches: int) -> list[str]:
-    """Sentences on the figures of the first method: the lowest interval against the highest.
+    """Sentences about the first method: the lowest interval compared with the highest.
 
-    Errors are 95 % intervals by Student's t: with two batches they are 13 standard errors wide on each side.
+    Errors are 95 % intervals by Student's t; with two batches they reach 13 standard errors to each side.
     """
     from scipy.stats import t as student
 
@@ -269,7 +269,7 @@ def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str], b
 
 
 def table(mean: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each method: its gradient, how far its update moves tokens, and its effect on correct responses."""
+    """One row per method: its gradient, how far its update moves tokens, and its effect on correct responses."""
     rows = []
     for name, method in mean["regulators"].items():
         part, moved, displacement = method["share"][0], method["influence"][-1]["moved"], method["displacement"] or {}
@@ -288,7 +288,7 @@ def table(mean: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _influence(base: dict[str, Any], error: dict[str, Any], low: str, high: str, wide: float) -> list[str]:
-    """Whether a step on one interval alone moves the other interval farther than its own step does."""
+    """A sentence: whether a step on one interval alone moves the other interval farther than its own step."""
     rows, errors = ([row["moved"] for row in each["influence"]] for each in (base, error))
     corners = [(i, j) for i in (0, -2) for j in (0, -1)]  # the last row is the update on all tokens
     if not all(rows[i][j] for i, j in corners):
@@ -311,7 +311,7 @@ def _influence(base: dict[str, Any], error: dict[str, Any], low: str, high: str,
 
 
 def _noise(mean: dict[str, Any], base: dict[str, Any], low: str, high: str) -> list[str]:
-    """How far rounding moves probabilities, compared with the update."""
+    """A sentence: how far rounding moves probabilities, compared with the update."""
     noise = mean.get("noise", {})
     if "bfloat16" not in noise:
         return []

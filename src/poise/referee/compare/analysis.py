@@ -1,9 +1,8 @@
-"""The results of a comparison from its arms and runs: the contents of ``comparison.json``, with a verdict in short
-sentences.
+"""Computes the results of a comparison from its arms and runs: the content of ``comparison.json``.
 
-Scores are fractions, such as 0.575; only sentences and plots show points. Secondary scores have intervals but no
-corrected p: only the main score is tested. With a ``cut``, all runs are compared as they were after that many steps,
-and each arm has a speed factor besides: *better* and *faster* are two verdicts, each with its own correction.
+Scores are fractions, such as 0.575; only sentences and plots use points. Secondary scores have intervals but no
+corrected p, because only the main score is tested. With a ``cut``, all runs are compared as they were after that many
+steps, and each arm also has a speed factor: *better* and *faster* are two verdicts, each with its own correction.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from poise.referee.compare.statistics import (
 from poise.referee.compare.verdict import verdict
 from poise.training.config.documents import Document
 
-DROP = 0.1  # a run that ends this far below its best has collapsed; half of the best if that is below 0.2
+DROP = 0.1  # a run that ends this far below its best has collapsed; if its best is below 0.2: half of the best
 
 
 def analyse(
@@ -45,12 +44,12 @@ def analyse(
     margin: float | None = None,
     controls: Mapping[str, Collection[str]] | None = None,
 ) -> Document:
-    """Compare all arms with the one named ``baseline``. ``seeds`` is the plan: some runs may still be missing.
+    """Compare all arms with the arm ``baseline``. ``seeds`` are the planned seeds; some runs may still be missing.
 
     ``looks`` lists the numbers of seeds at which this comparison was analysed before. With ``cut``, arms are compared
-    after that many steps and have speed factors; ``margin`` is the share of the baseline's speed that counts as equal.
-    ``controls`` names the arms that may explain the gain of an arm. Arms that were added as controls make no claim:
-    they have intervals, but no part in Holm's correction.
+    after that many steps and have speed factors; differences in speed up to the share ``margin`` count as equal.
+    ``controls`` names the arms that may explain an arm's gain. Arms that were added as controls make no claim: they
+    have intervals, but do not count in Holm's correction.
     """
     whole = {arm.name: arm for arm in arms}
     if baseline not in whole:
@@ -125,7 +124,7 @@ def _before(runs: Iterable[RunResult], score: str) -> float | None:
 
 
 def _summary(own: Mapping[int, float], other: Mapping[int, float], alone: bool) -> Document:
-    """A secondary score: its mean, and its difference unless the arm is the baseline."""
+    """A secondary score: its mean, and its difference to the baseline unless the arm is the baseline."""
     return {
         "mean": _mean(own.values()),
         "interval": ends(student_interval(list(own.values()))),
@@ -145,14 +144,14 @@ def _difference(result: Difference) -> Document:
 
 
 def _power(differences: Sequence[Difference], comparisons: int) -> Document:
-    """The smallest detectable difference at the largest number of seeds of an arm, and the median spread of such arms.
+    """The smallest detectable difference, at the arms' largest number of seeds, and the median spread of these arms.
 
-    ``detectable`` is None with fewer than two seeds, or if that many seeds cannot make any difference significant.
+    ``detectable`` is None with fewer than two seeds, or if no difference can be significant with these seeds.
     """
     most = max((len(each.seeds) for each in differences), default=0)
     spreads = [
         each.spread for each in differences if len(each.seeds) == most and each.spread
-    ]  # 0 if the runs are the same
+    ]  # a spread of 0 means equal runs
     if not spreads:
         return {"detectable": None, "spread": None}
     effect = detectable(most, median(spreads), comparisons)
@@ -160,7 +159,7 @@ def _power(differences: Sequence[Difference], comparisons: int) -> Document:
 
 
 def _looks(earlier: Iterable[int], differences: Collection[Difference]) -> list[int]:
-    """The numbers of seeds of all analyses, this one included, that could call a difference significant."""
+    """The numbers of seeds of all analyses so far, including this one, that could find a significant difference."""
     now = max((len(each.seeds) for each in differences), default=0)
     least = seeds_needed(max(1, len(differences)))
     return sorted({seeds for seeds in (*earlier, now) if least <= seeds <= now})
@@ -176,20 +175,20 @@ def _stability(runs: Collection[RunResult]) -> Document:
 
 
 def _collapsed(run: RunResult) -> bool:
-    """Whether the final accuracy is far below the run's own best."""
+    """Whether the final accuracy is far below the run's best."""
     scores = [point.scores[ACCURACY] for point in run.curve if ACCURACY in point.scores]
     best = max(scores, default=0.0)
     return bool(scores) and best - scores[-1] > max(DROP / 2, min(DROP, best / 2))
 
 
 def _cost(runs: Collection[RunResult]) -> Document:
-    """Means over the runs; None if a run lacks the value."""
+    """The means over the runs; None if a run lacks the value."""
     columns = {each.name: [getattr(run.cost, each.name) for run in runs] for each in fields(Cost)}
     return {name: None if None in values else _mean(values) for name, values in columns.items()}
 
 
 def _band(runs: Sequence[RunResult], score: str) -> Document:
-    """The mean curve over seeds, with interval and mean cost, at every step that a run evaluated.
+    """The mean curve over seeds, with interval and mean cost, at every step with an evaluation.
 
     A run that ended early keeps its last score and cost.
     """
@@ -216,7 +215,7 @@ def _band(runs: Sequence[RunResult], score: str) -> Document:
 
 
 def _whole_curve(run: RunResult) -> Document:
-    """Every evaluation of a run: steps, and each score."""
+    """All evaluations of a run: the steps, and each score."""
     names = dict.fromkeys(name for point in run.curve for name in point.scores)
     return {
         "steps": [point.step for point in run.curve],

@@ -1,7 +1,8 @@
-"""The arms of a comparison, from the command line or a YAML file.
+"""Builds the arms of a comparison from the command line or a YAML file.
 
-On the command line a setting with several values is an *axis*: ``;`` separates the values, and in plain settings ``,``
-does too. In a file ``axes`` has a list for each key, and ``arms`` lists single arms. Axes multiply out.
+On the command line, a setting with several values is an *axis*: ``;`` separates the values; in plain settings ``,``
+does too. In a file, ``axes`` has a list of values for each key, and ``arms`` lists single arms. All combinations of the
+axes' values become arms.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from poise.training.config.schema import Config, keys, restore
 
 RATE = "optim.lr"
 TEXTS = ("regulator", "algorithm")  # their values contain commas
-SAME = {  # groups of settings that all arms share
+SAME = {  # groups of settings that all arms must share, and why
     "task": "all arms of a comparison see the same problems",
     "evaluation": "all arms are measured on the same held-out problems",
     "seed": "all arms are trained with the same seeds",
@@ -43,7 +44,7 @@ def rate_text(rate: float) -> str:
 
 @dataclass(frozen=True)
 class Variant:
-    """An arm at one learning rate: all settings but the seed."""
+    """An arm at one learning rate: all settings except the seed."""
 
     name: str
     config: Config
@@ -55,14 +56,14 @@ class Variant:
 
     @property
     def identity(self) -> Document:
-        """All settings but run and seed, in a normal form: two variants with equal identities have the same runs."""
+        """All settings except run and seed, in a normal form. Two variants with equal identities have the same runs."""
         document = self.config.model_dump(mode="json", exclude={"run", "seed"})
         document["regulator"] = method(self.config)
         return document
 
 
 def method(config: Config) -> str:
-    """The regulator's shortest text; as the user wrote it if its class is not a dataclass."""
+    """The regulator's shortest text, or the user's text if its class is not a dataclass."""
     try:
         return regulators.text(config.build_regulator())
     except ValueError:
@@ -71,7 +72,7 @@ def method(config: Config) -> str:
 
 @dataclass(frozen=True)
 class PlannedArm:
-    """One method: the settings in which it differs, and a variant for each learning rate to tune over."""
+    """One method: the settings that distinguish it, and a variant per learning rate to try."""
 
     name: str
     settings: Mapping[str, Any]
@@ -89,10 +90,10 @@ def folder_name(variant: str) -> str:
 
 
 def alternatives(key: str, text: str) -> list[str]:
-    """The values after ``key=``: one, unless it is an axis.
+    """The values after ``key=``: one, or several for an axis.
 
-    ``;`` always separates. ``,`` separates the values of plain settings, outside brackets and quotes: write a list as
-    ``[a, b]``, and a sentence with commas in quotes.
+    ``;`` always separates values. ``,`` separates values of plain settings, outside brackets and quotes: write a list
+    as ``[a, b]``, and put a sentence with commas in quotes.
     """
     parts = split_outside(text, ";")
     if len(parts) == 1 and key not in TEXTS:
@@ -106,7 +107,7 @@ def alternatives(key: str, text: str) -> list[str]:
 def build(document: Document, overrides: Sequence[str], comparison: Settings) -> list[PlannedArm]:
     """The arms of a comparison whose runs have the settings of ``document`` and the overrides.
 
-    With ``tune``, learning rates are variants of an arm; otherwise each rate makes its own arm.
+    With ``tune``, learning rates are variants of an arm; otherwise each rate is an arm.
     """
     axes = {key: [(_text(value), json.dumps(value)) for value in values] for key, values in comparison.axes.items()}
     single_arms, tuned = _single_arms(comparison.arms), comparison.tune > 0
@@ -144,11 +145,11 @@ def _check_commas(key: str, value: str) -> None:
         raise ConfigError(f'{key}={short(value)[1:-1]}: to compare, separate with ";": {key}="{guess}"')
 
 
-Value = tuple[str, str, str]  # a key, its value for people, and as an override
+Value = tuple[str, str, str]  # a key, its value in names, its value in overrides
 
 
 def _arm(name: str, document: Document, fixed: list[str], values: list[Value], rates: list[Value]) -> PlannedArm:
-    """The arm with these values, and a variant for each of the learning rates."""
+    """The arm with these values, with a variant per learning rate."""
     title = name or ", ".join(text if key == "regulator" else f"{key}={text}" for key, text, _ in values)
     variants = []
     for rate in [[each] for each in rates] or [[]]:
@@ -163,7 +164,7 @@ def _arm(name: str, document: Document, fixed: list[str], values: list[Value], r
 
 
 def _single_arms(entries: list[dict[str, Any]] | None) -> list[tuple[str, list[Value]]]:
-    """The names and settings of the arms that a file lists; one arm without either if it lists none."""
+    """The names and settings of the arms that a file lists; if none, one arm without name and settings."""
     found = []
     for arm in entries or [{}]:
         name = arm.get("name", "")
@@ -181,7 +182,7 @@ def _text(value: Any) -> str:
 def _check_keys(
     document: Document, fixed: Iterable[str], axes: Mapping[str, Any], single_arms: Iterable[tuple[str, list[Value]]]
 ) -> None:
-    """Refuse axes over settings that all arms share, and unknown keys, with a message that names no arm."""
+    """Refuse axes over settings that all arms must share, and unknown keys, before arms are built."""
     differing = [*axes, *(key for _, values in single_arms for key, _, _ in values)]
     for key in differing:
         top = key.partition(".")[0]

@@ -1,4 +1,4 @@
-"""The claims on an arm other than its difference in accuracy: its speed, and whether a control explains its gain."""
+"""Claims about an arm besides its difference in accuracy: its speed, and whether a control explains its gain."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def speed_claims(
     score: str,
     cut: int,
 ) -> dict[str, Document]:
-    """The speed of every arm but the baseline ``base``, which comes as it was at the cut. ``arms`` have all their runs.
+    """The speed of every arm except the baseline. ``base`` is the baseline at the cut; ``arms`` have their whole runs.
 
-    The interval is of the mean logarithm. p is the larger one of two tests, of the logarithms and of the difference in
-    accuracy at the cut. Both have the same sign, but on a flat curve noise that is symmetric in accuracy is skewed in
-    steps, and the first test alone finds too much. ``end`` is the difference to the baseline's end, if it runs longer.
+    The interval is that of the mean logarithm. p is the larger of two: one tests the logarithms, the other the
+    difference in accuracy at the cut. Both effects have the same sign. But on a flat curve, noise that is symmetric in
+    accuracy is skewed in steps, so the first test alone would find too many differences. ``end`` is the difference to
+    the baseline's end, if the baseline runs longer.
     """
     found: dict[str, Document] = {}
     whole = arms[base.name]
@@ -47,7 +48,7 @@ def speed_claims(
 
 
 def _speed_text(speed: Document) -> str:
-    """A speed factor with its interval; a lower bound where the baseline never reaches an arm's accuracy."""
+    """A speed factor with its interval; a lower bound if the baseline never reaches an arm's accuracy."""
     if speed["mean"] is None:
         return "–"
     mean, interval = f"{speed['mean']:.2f}", speed["interval"]
@@ -65,10 +66,10 @@ def against_controls(
     faster: Mapping[str, Document],
     score: str,
 ) -> dict[str, list[Document]]:
-    """An arm against each of its controls: "better" by the difference in accuracy, "faster" by the ratio of speeds.
+    """Compare an arm with its controls: "better" by the difference in accuracy, "faster" by the ratio of speeds.
 
-    A control explains a gain if it is at least as good: the interval includes no difference, or lies below it.
-    Equal results have no interval.
+    A control explains a gain if the arm is not shown to beat it: the interval reaches 0 (or a factor of 1) or below. If
+    the results are equal, there is no interval, and the control explains the gain too.
     """
     scores = {arm.name: arm.results(score) for arm in arms}
     logs = {arm: _logs(dict(zip(own["seeds"], own["values"], strict=True))) for arm, own in faster.items()}
@@ -92,7 +93,7 @@ def _logs(factors: Mapping[int, float]) -> dict[int, float]:
 
 
 def paired(result: Difference, scale: Callable[[float], float] = float) -> Document:
-    """Mean and interval of paired differences; ``scale`` is exp for logarithms."""
+    """The mean and interval of paired differences; ``scale`` is exp for logarithms."""
     return {
         "mean": None if result.mean is None else scale(result.mean),
         "interval": ends(result.interval, scale),

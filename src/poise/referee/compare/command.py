@@ -1,4 +1,4 @@
-"""``poise compare`` from the plan to the results."""
+"""Runs ``poise compare``, from the plan to the results."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def compare(
     trust_changed: bool = False,
     register: bool = False,
 ) -> int:
-    """Run a comparison, or the rest of it. The exit code is 0, 1 if a run failed, or 130 if it was interrupted.
+    """Run a comparison, or the rest of it. Returns the exit code: 0; 1 if a run failed; 130 if it was interrupted.
 
-    With ``register`` it only freezes the plan. With ``trust_changed`` it continues although the user's own code was
-    edited after some of its runs.
+    ``register`` only freezes the plan. ``trust_changed`` continues although the user's own code was edited after some
+    of the runs.
     """
     plan = read_plan(recipe, overrides)
     plan_file.check(plan, trust_changed=trust_changed)
@@ -48,7 +48,7 @@ def compare(
         _forecast(plan)
         return 0
     with owned(plan.folder, make=True):
-        plan_file.check(plan, trust_changed=trust_changed)  # again: another process may have started one in between
+        plan_file.check(plan, trust_changed=trust_changed)  # again: another process may have begun
         if register:
             print(f"registered in {plan.folder / PLAN}, checksum {plan_file.register(plan)}")
             print("the same command without --register runs it; arms and seeds that are added later are exploratory")
@@ -68,7 +68,7 @@ def compare(
 
 
 def _check_models(plan: Plan) -> None:
-    """Refuse a missing model or engine before anything is written. Finished runs do not need theirs any more."""
+    """Refuse a missing model or engine before anything is written. Finished runs need neither."""
     configs = [run.config for run in Runner(plan, Processes(), Progress(quiet=True), jobs=1).left()]
     for model in dict.fromkeys(config.model for config in configs):
         locate(model)
@@ -79,14 +79,14 @@ def _check_models(plan: Plan) -> None:
 
 
 def default_jobs(gpu: bool) -> int:
-    """Runs in parallel: 16 on a GPU; on a CPU one for each core that this process may use."""
+    """The number of parallel runs: 16 on a GPU; on a CPU one per core that this process may use."""
     if gpu:
         return GPU_JOBS
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _parallel_jobs(plan: Plan) -> tuple[int, bool]:
-    """How many runs are trained in parallel, and whether they share a GPU."""
+    """The number of parallel runs, and whether they share a GPU."""
     device = plan.baseline.variants[0].config.device
     gpu = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
     jobs = min(plan.settings.jobs or default_jobs(gpu), plan.size)
@@ -94,7 +94,7 @@ def _parallel_jobs(plan: Plan) -> tuple[int, bool]:
 
 
 def _forecast(plan: Plan) -> None:
-    """Print the plan, and how long it takes according to a trial run. Nothing is written."""
+    """Print the plan and the time that it takes, from a trial run. Nothing is written."""
     for line in description.heading(plan):
         print(visible(line))
     print("measuring two steps of a run …", flush=True)
@@ -131,7 +131,7 @@ def _finish(plan: Plan, runner: Runner) -> int:
 
 
 def _analyse(plan: Plan, arms: Sequence[Arm]) -> Document:
-    """The results. A registered plan has first the results of its own arms and seeds, then the exploratory ones."""
+    """The results. For a registered plan: first the results of its arms and seeds, then the exploratory results."""
 
     def results(arms: Sequence[Arm], seeds: Sequence[int], looks: Sequence[int]) -> Document:
         base, margin = plan.baseline.name, plan.settings.margin
@@ -142,7 +142,7 @@ def _analyse(plan: Plan, arms: Sequence[Arm]) -> Document:
     if registered is None:
         return everything
     own = [arm.only(registered["seeds"]) for arm in arms if arm.name in registered["arms"]]
-    document = results(own, registered["seeds"], ())  # their number was fixed before any look
+    document = results(own, registered["seeds"], ())  # no looks: the number of seeds was fixed in advance
     return registration.explored(document, everything, registered, registration.added(plan, registered))
 
 

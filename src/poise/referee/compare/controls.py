@@ -1,9 +1,9 @@
 """The standard controls of a comparison, ``controls=auto``: arms that may explain a method's gain without its idea.
 
-- The baseline at 1.5 and 2 times the learning rate: is it a larger step? (Not if the rates of all arms are tuned.)
-- As many plain passes as the method has phases: is it more steps?
-- For a method with two phases, a random split that follows its share of tokens: is it any split?
-- For a method with one weighted phase, a constant weight that follows its mean: is it the size of the weights?
+- The baseline at 1.5 and 2 times its learning rate: is the gain due to larger steps? (Not added if rates are tuned.)
+- As many plain passes as the method has phases: is it due to more steps?
+- For a method with two phases, a random split with the same shares of tokens: is it due to any split?
+- For a method with one weighted phase, its mean weight on all tokens: is it due to the size of the weights?
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from poise.regulators import Constant, Identity, RandomSplit
 from poise.training.config.documents import Document, merge
 from poise.training.config.schema import Config, restore
 
-FACTORS = (1.5, 2.0)  # of the baseline's learning rate
+FACTORS = (1.5, 2.0)  # factors on the baseline's learning rate
 PLAIN = (Identity, Constant, RandomSplit)  # regulators that are controls themselves
 Controls = dict[str, tuple[str, ...]]  # the names of each arm's controls
 
 
-Control = tuple[str, Callable[[str], PlannedArm]]  # a name, and what makes the arm with this or another name
+Control = tuple[str, Callable[[str], PlannedArm]]  # a name, and a function that builds the arm with a given name
 
 
 def add(arms: Sequence[PlannedArm], baseline: PlannedArm) -> tuple[tuple[PlannedArm, ...], Controls]:
-    """The arms with the controls of every method, and which control belongs to which arm. No two arms are equal."""
+    """The arms together with the controls of every method, and each arm's controls. No arm appears twice."""
     known = list(arms)
     controls: Controls = {}
     for arm in arms:
@@ -64,7 +64,7 @@ def _regulated(regulator: str, arm: PlannedArm, reason: str) -> Control:
 
 
 def _build(origin: PlannedArm, changes: Document, settings: Document, reason: str, name: str) -> PlannedArm:
-    """The arm ``origin`` with changed settings. ``settings`` has those in which it differs from other arms."""
+    """The arm ``origin`` with changed settings. ``settings`` are the settings that distinguish it from other arms."""
     variants = []
     for variant in origin.variants:
         config = restore(merge(variant.config.model_dump(mode="json"), changes), trust=True)
@@ -78,13 +78,13 @@ def _identity(arm: PlannedArm) -> list[Document]:
 
 
 def _is_method(arm: PlannedArm, baseline: PlannedArm) -> bool:
-    """Whether an arm is more than a control, which is the baseline at another rate or with a plain regulator."""
+    """Whether an arm is more than the baseline at another learning rate or with a plain regulator."""
     config, base = arm.variants[0].config, baseline.variants[0].config
     plain = isinstance(config.build_regulator(), PLAIN)
     return arm is not baseline and not (plain and _rest(config) == _rest(base))
 
 
 def _rest(config: Config) -> Document:
-    """All settings but regulator, rate and length."""
+    """All settings except regulator, learning rate and number of steps."""
     rest = config.model_dump(mode="json", exclude={"run", "seed", "regulator", "steps", "optim"})
     return {**rest, "optim": config.optim.model_dump(mode="json", exclude={"lr"})}

@@ -1,5 +1,4 @@
-"""The texts on a comparison: its arms and runs, its expected time, what it can detect, and the learning rates it
-chose."""
+"""Texts about a comparison: arms and runs, expected time, detectable difference, and the chosen learning rates."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from poise.training.config.groups import HELD_OUT
 from poise.training.config.schema import Config
 from poise.training.resume import TrainError
 
-SPREAD = 0.05  # usual standard deviation of differences over seeds, before any is measured
-STEPS = 2  # of the trial run; only the second is timed, because the first also warms up
+SPREAD = 0.05  # the assumed standard deviation of differences over seeds, before it is measured
+STEPS = 2  # steps of the trial run; only the second is timed, because the first includes warm-up
 
 
 def heading(plan: Plan) -> list[str]:
@@ -54,7 +53,7 @@ def _role(plan: Plan, arm: PlannedArm) -> str:
 
 
 def forecast(plan: Plan, seconds: float, jobs: int, done: int) -> str:
-    """How long the remaining runs take, if each takes ``seconds``."""
+    """The time for the remaining runs, if each takes ``seconds``."""
     left = plan.size - done
     total = seconds * max(left / jobs, min(left, 1))
     finished = f" ({done} done)" if done else ""
@@ -63,7 +62,7 @@ def forecast(plan: Plan, seconds: float, jobs: int, done: int) -> str:
 
 
 def power(plan: Plan) -> str:
-    """The smallest difference that the seeds can detect, at a usual spread."""
+    """The smallest difference that the seeds can detect, at the assumed spread."""
     seeds, comparisons = len(plan.seeds), sum(not arm.control for arm in plan.arms) - 1
     return power_sentence(seeds, comparisons, detectable(seeds, SPREAD, comparisons), SPREAD)
 
@@ -83,10 +82,10 @@ def tuning_lines(report: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def measure_trial(plan: Plan, processes: Processes) -> float:
-    """Seconds of a whole run, averaged over the arms, from a trial run of the baseline in a temporary folder.
+    """The seconds of a whole run, averaged over the arms, from a trial run of the baseline in a temporary folder.
 
-    It assumes that all arms take the same time per response and per phase of an update. The trial has the device to
-    itself; in parallel each run takes longer.
+    This assumes that all arms take the same time per response and per phase of an update. The trial runs alone on the
+    device; parallel runs take longer.
     """
     config = plan.baseline.variants[0].config
     with tempfile.TemporaryDirectory() as place:
@@ -110,7 +109,7 @@ def measure_trial(plan: Plan, processes: Processes) -> float:
 
 
 def run_seconds(config: Config, trial: Config, step: dict[str, float], start: float) -> float:
-    """Seconds of a whole run, from the start time and one step's metrics of a trial with the settings ``trial``."""
+    """The seconds of a whole run, from a trial run's settings, one of its steps, and its start-up time."""
     responses = trial.prompts * trial.group
     size = config.prompts * config.group / responses
     phases = config.build_regulator().phase_count / trial.build_regulator().phase_count
@@ -119,5 +118,5 @@ def run_seconds(config: Config, trial: Config, step: dict[str, float], start: fl
     steps = min(config.steps, ceil(config.budget / tokens)) if config.budget and tokens else config.steps
     evaluation = config.evaluation
     evaluations = 2 + (steps - 1) // evaluation.every if evaluation.every else 2
-    share = evaluation.problems * (evaluation.samples + 1) / responses  # plus one greedy response
+    share = evaluation.problems * (evaluation.samples + 1) / responses  # + 1: the greedy response
     return start + steps * step_seconds + evaluations * share * step["time/rollout"]

@@ -1,9 +1,9 @@
-"""Write the results of a comparison to its folder, and print them.
+"""Writes the results of a comparison to its folder, and prints them.
 
-comparison.json  everything
-comparison.csv   one row for each arm
-runs.csv         one row for each run of the comparison
-comparison.html  the page; it opens from disk and needs no network
+comparison.json  all results
+comparison.csv   one row per arm
+runs.csv         one row per run
+comparison.html  the page, which opens from disk and needs no network
 comparison.png   the forest plot and the curves
 """
 
@@ -34,13 +34,13 @@ Row = dict[str, Any]
 SCRIPTS = ("draw.js", "comparison.js")
 LINES = ("-", "--", ":", "-.")
 STYLES = [(*each, line) for line in LINES for each in zip(COLOURS, MARKERS, strict=True)]  # colour, marker, line
-BELOW = 0.25  # of a row: offset of the seeds' dots
-LONGEST = 40  # characters of a name
-COLUMNS = 3  # of the legend
+BELOW = 0.25  # the offset of the seeds' dots, in rows
+LONGEST = 40  # the most characters of a name
+COLUMNS = 3  # columns of the legend
 
 
 def write(folder: str | Path, document: Document, arms: Sequence[Arm]) -> None:
-    """Write all result files into the comparison's folder. ``document`` comes from ``analyse(arms, …)``."""
+    """Write all result files into the comparison's folder. ``document`` is the result of ``analyse(arms, …)``."""
     folder = Path(folder)
     with replacing(folder / "comparison.json") as file:
         file.write(dumps(document, indent=1))
@@ -59,7 +59,7 @@ def write_page(path: str | Path, document: Document) -> None:
 
 
 def show(document: Document, console: Console) -> None:
-    """Print the results as a table, and the verdict. The page and the CSV also have costs."""
+    """Print a table of results and the verdict. Only the page and the CSV also have costs."""
     later = [{**arm, "name": f"{arm['name']} (exploratory)"} for arm in document.get("exploratory", ())]
     console.table([_table_row(arm, speed=document["cut"] is not None) for arm in (*document["arms"], *later)])
     for sentence in document["verdict"]:
@@ -130,7 +130,7 @@ def _with_ends(name: str, value: float | None, interval: Sequence[float] | None)
 
 
 def _settings(settings: Mapping[str, Any]) -> Row:
-    """The settings with a prefix: some, such as ``steps``, have the name of a result. Rates as a user writes them."""
+    """The settings, with a prefix because some, such as ``steps``, share a result's name. Rates have short texts."""
     texts = {key: rate_text(value) if isinstance(value, float) else value for key, value in settings.items()}
     return {f"settings.{key}": value for key, value in texts.items()}
 
@@ -164,7 +164,7 @@ def _write_csv(path: Path, rows: Sequence[Row]) -> None:
 def picture(path_png: str | Path, document: Mapping[str, Any]) -> None:
     """Plot the differences to the baseline with intervals, and the mean curves with bands, both in points."""
     arms: Sequence[Mapping[str, Any]] = document["arms"]
-    lines = ceil(len(arms) / COLUMNS)  # of the legend, which is below the curves
+    lines = ceil(len(arms) / COLUMNS)  # lines of the legend, which is below the curves
     figure = Figure(figsize=(11, 1.6 + 0.34 * max(6, len(arms)) + 0.22 * lines), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))

@@ -1,7 +1,7 @@
-"""The plan of a comparison: its arms, seeds and limits, and the runs that follow from them.
+"""The plan of a comparison: its arms, seeds and settings, and the runs that follow from them.
 
-Every run is an ordinary run, in the folder ``arms/VARIANT/seed-N`` of the comparison. A variant is an arm at a
-learning rate. Tuning uses seeds from ``TUNING`` on and other held-out problems; the comparison uses neither.
+Every run is an ordinary run, in the folder ``arms/VARIANT/seed-N`` of the comparison. A variant is an arm at one
+learning rate. Tuning uses the seeds from ``TUNING`` on and its own held-out problems; the comparison uses neither.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from poise.training.config.documents import ConfigError, Document, merge, read, 
 from poise.training.config.groups import HELD_OUT
 from poise.training.config.schema import Config
 
-EVALUATIONS = 8  # of a run in training, at least
+EVALUATIONS = 8  # the fewest evaluations of a run during training
 
 
 class PlannedRun(NamedTuple):
@@ -40,7 +40,7 @@ class PlannedRun(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name for people."""
+        """The name in messages."""
         return f"{self.variant.name}, seed {self.seed}"
 
 
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def cut(self) -> int | None:
-        """The steps after which arms are compared: the fewest of an arm; None if speed is not measured."""
+        """The steps after which arms are compared: the smallest number of any arm; None if speed is not measured."""
         return min(arm.variants[0].config.steps for arm in self.arms) if self.settings.measure == "speed" else None
 
     def run(self, arm: PlannedArm, variant: Variant, seed: int) -> PlannedRun:
@@ -69,7 +69,7 @@ class Plan:
         folder = self.folder / "arms" / folder_name(variant.name) / f"seed-{seed}"
         update: dict[str, Any] = {"seed": seed, "run": str(folder)}
         evaluation = variant.config.evaluation
-        if seed in self.settings.tuning_seeds:  # its last score chooses; only ``stop_at`` needs those on the way
+        if seed in self.settings.tuning_seeds:  # only the final score counts, unless ``stop_at`` needs earlier ones
             every = evaluation.every if variant.config.stop_at else 0
             update["evaluation"] = evaluation.model_copy(update={"seed": evaluation.seed + TUNING, "every": every})
         elif self.cut is not None and arm is self.baseline:
@@ -91,7 +91,7 @@ class Plan:
         ]
 
     def all_runs(self) -> list[PlannedRun]:
-        """Every run that the plan may need, at any learning rate."""
+        """All runs that the plan may need, at all learning rates."""
         variants = [(arm, variant) for arm in self.arms for variant in arm.variants]
         return [*self.tuning_runs(), *(self.run(*each, seed) for seed in self.seeds for each in variants)]
 
@@ -102,7 +102,7 @@ class Plan:
 
 
 def _lengthened(config: Config, steps: int) -> dict[str, int]:
-    """The settings of a run that takes at least this many steps, with a budget in proportion."""
+    """The changed settings for at least this many steps, with the budget in proportion."""
     if steps <= config.steps:
         return {}
     budget = {} if config.budget is None else {"budget": ceil(config.budget * steps / config.steps)}
@@ -131,7 +131,7 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
     if "problems" not in own_evaluation:
         problems = max(_evaluation(document).get("problems", 0), HELD_OUT)
         document = merge(document, {"evaluation": {"problems": problems}})
-    document.setdefault("keep_checkpoints", 1)  # there are many runs, and each resumes from its newest
+    document.setdefault("keep_checkpoints", 1)  # to save disk space: a run resumes from its newest checkpoint
     comparison = validated(own)
     arms = tuple(build(document, settings, comparison))
     if not arms[0].variants[0].config.evaluation.problems:
@@ -148,7 +148,7 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
 
 
 def _with_curves(arms: Sequence[PlannedArm]) -> tuple[PlannedArm, ...]:
-    """The arms, evaluated at least ``EVALUATIONS`` times in training, evenly if the steps can be divided so."""
+    """The arms with at least ``EVALUATIONS`` evaluations during training, evenly spaced if the steps allow it."""
     steps = min(arm.variants[0].config.steps for arm in arms)
     count = next((n for n in range(EVALUATIONS, 2 * EVALUATIONS + 1) if steps % n == 0), EVALUATIONS)
 
@@ -160,7 +160,7 @@ def _with_curves(arms: Sequence[PlannedArm]) -> tuple[PlannedArm, ...]:
 
 
 def _folder(document: Document, settings: list[str]) -> Path:
-    """The folder of the comparison: ``run``, which is removed from the settings. Shipped recipes do not name it."""
+    """The folder of the comparison, from ``run``, which this removes from ``settings``; not from a shipped recipe."""
     overrides = [override for override in settings if override.partition("=")[0].strip() == "run"]
     for override in overrides:
         settings.remove(override)
@@ -174,7 +174,7 @@ def _folder(document: Document, settings: list[str]) -> Path:
 
 
 def _evaluation(document: Document) -> Document:
-    """The settings of the evaluation; it may be ``off``."""
+    """The settings of the evaluation; empty if it is ``off``."""
     group = document.get("evaluation")
     return group if isinstance(group, dict) else {}
 

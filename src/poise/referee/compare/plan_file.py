@@ -1,10 +1,10 @@
-"""Writes ``plan.json``, and checks a comparison's folder: the same command continues, another one is refused.
+"""Writes ``plan.json``, and checks a comparison's folder: the same command continues it, other plans are refused.
 
-plan.json          variants, seeds and measure of the plan; at which numbers of seeds results were shown; and the
+plan.json          the plan's variants, seeds and measure; the numbers of seeds with which results were shown; the
                    registered plan, if there is one
-arms/…/seed-0/     the runs, ordinary run folders
+arms/…/seed-0/     the runs, which are ordinary run folders
 logs/              the output of each run
-failures.json      the runs that ended without a result, with the last lines of their logs
+failures.json      the runs that ended without a result, with the last lines of their output
 comparison.json    the results
 """
 
@@ -28,9 +28,9 @@ ANOTHER = "or start another comparison with run=DIR"
 
 
 def check(plan: Plan, *, trust_changed: bool = False) -> None:
-    """Refuse a folder with other contents, or a comparison whose runs do not fit this plan.
+    """Refuse a folder with other contents, or with a comparison whose runs do not fit this plan.
 
-    With ``trust_changed``, runs with other versions of the user's code fit.
+    With ``trust_changed``, runs with other versions of the user's code fit too.
     """
     if plan.folder.exists() and not plan.folder.is_dir():
         raise ConfigError(f"run={plan.folder} is a file: choose another run=DIR")
@@ -52,7 +52,7 @@ def check(plan: Plan, *, trust_changed: bool = False) -> None:
 
 
 def register(plan: Plan) -> str:
-    """Freeze a plan that passed ``check``, before its first run; its checksum."""
+    """Freeze a plan that passed ``check``, before its first run; return its checksum."""
     registered = read_registered(plan)
     if registered is None:
         if _has_begun(plan):
@@ -106,7 +106,7 @@ def _check_plan(plan: Plan, earlier: Document) -> None:
 
 
 def _check_runs(plan: Plan) -> None:
-    """Refuse a run in the folder whose settings differ from the plan: it would count for the wrong arm."""
+    """Refuse a run in the folder whose settings differ from the plan, because it would count for the wrong arm."""
     for run in plan.all_runs():
         if not (run.folder / "config.json").exists():
             continue
@@ -143,7 +143,7 @@ def mixed_code(plan: Plan) -> dict[str, list[str]]:
 
 
 def _check_data(run: PlannedRun) -> None:
-    """Refuse a run that was trained and measured on other problems than its data file has now."""
+    """Refuse a run whose data file was edited, because new runs would have other problems."""
     path, now = run.folder / "data.json", data_fingerprint(run.config.task.build())
     if path.exists() and now is not None and RunFolder(run.folder).read_json(path.name) != {"fingerprint": now}:
         raise ConfigError(
@@ -173,7 +173,7 @@ def write(plan: Plan, looks: Sequence[int] | None = None, *, registered: Documen
 
 
 def read_looks(plan: Plan) -> list[int]:
-    """The numbers of seeds at which results were shown so far."""
+    """The numbers of seeds with which results were shown so far."""
     looks = (_read(plan.folder) or {}).get("looks", [])
     return [look for look in looks if type(look) is int] if isinstance(looks, list) else []
 

@@ -1,6 +1,6 @@
-"""What every run needs: the server that forks a process for every run imports this module once.
+"""The imports that every run needs. The server that forks a process for every run imports this module once.
 
-Nothing here may start a thread or touch CUDA: a forked process could not use it.
+This module must not start a thread or touch CUDA, because forked processes could not use them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each run that compiles starts one per core
 # NumPy and SciPy each bring an OpenBLAS, which starts a thread per core on import.
 os.environ.update(dict.fromkeys(THREADS, "1"))
-# So does the memory allocator of pyarrow, which transformers imports through scikit-learn, if installed.
+# pyarrow's memory allocator also starts threads; transformers imports pyarrow through scikit-learn, if installed.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # look for a GPU without touching CUDA
 with quick_imports():

@@ -1,7 +1,7 @@
 """One process per run, forked from a server that has imported torch and the trainer (``preload``).
 
-If a run crashes, or the system kills it, the others continue. If the comparison is killed, the system also kills the
-server and the runs (Linux).
+If a run crashes or is killed, the others continue. If the comparison is killed, Linux also kills the server and the
+runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from poise.tasks import data_fingerprint
 from poise.training.config.schema import Config
 from poise.training.resume import TrainError
 
-MOST_LOSSES = 3  # of the server, which does so little that it should never die
-SERVER_DIED = 255  # multiprocessing's exit code of a process whose server has died
-# NVIDIA's MPS lets processes use one GPU at the same time instead of in turns. Without it runs are slower.
+MOST_LOSSES = 3  # deaths of the server, which does so little that it should never die
+SERVER_DIED = 255  # multiprocessing's exit code for a process whose server has died
+# NVIDIA's MPS lets processes use one GPU at the same time instead of in turns, which is faster.
 CONTROL = "nvidia-cuda-mps-control"
 TRIAL = "import torch; torch.zeros(1, device='cuda').sum().item()"  # fails if a client cannot connect
 
@@ -38,7 +38,7 @@ class RunExit(NamedTuple):
 
 
 class Processes:
-    """The active runs, by number. The server that forks them starts with the first one."""
+    """The processes of active runs, by number. The server that forks them starts with the first run."""
 
     def __init__(self, threads: int = 1) -> None:
         self.threads = threads
@@ -50,7 +50,7 @@ class Processes:
     def start(self, number: int, config: Config, log: Path, before: Path | None = None) -> None:
         """Start or resume a run, and append its output to ``log``.
 
-        The file ``before`` has its accuracy before training, if another run has measured it.
+        The file ``before`` has the accuracy before training, if another run has measured it.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         data = data_fingerprint(config.task.build())
@@ -58,20 +58,20 @@ class Processes:
         process = self._context.Process(target=worker.main, args=arguments)
         try:
             with _safe_path():
-                process.start()  # waits for the server's imports, which do not count as time of the run
+                process.start()  # waits for the server's imports, before the run's time starts
         except (OSError, EOFError) as error:
             raise TrainError("the process that starts runs has ended: see its output above") from error
         self._running[number] = process
 
     def wait(self, seconds: float) -> list[RunExit]:
-        """Wait at most this long for runs to end, and return those that have."""
+        """Wait at most this long for a run to end; return the runs that have ended."""
         ready = connection.wait([process.sentinel for process in self._running.values()], seconds)
         done = {number: process for number, process in self._running.items() if process.sentinel in ready}
         if any(process.exitcode == SERVER_DIED for process in done.values()):
             self._losses += 1
             if self._losses == MOST_LOSSES:
                 raise TrainError(f"the process that starts runs has ended {MOST_LOSSES} times: is there enough memory?")
-            done = dict(self._running)  # all runs die with their server, and none has failed
+            done = dict(self._running)  # all runs die with their server; none of them has failed
         exits = []
         for number, process in done.items():
             process.join()
@@ -95,7 +95,7 @@ class Processes:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Inside, a new Python imports nothing from the current folder, where a file may have a library's name."""
+    """Within this context, new Python processes do not import files in the current folder, which may hide libraries."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -129,7 +129,7 @@ def last_lines(log: Path, count: int = 5) -> list[str]:
 
 @contextmanager
 def mps(note: Callable[[str], None]) -> Iterator[None]:
-    """Inside, MPS runs, if it is installed and works. Afterwards it is stopped, unless it ran before."""
+    """Run MPS within this context, if it is installed and works. Stop it afterwards, unless it ran before."""
     started = shutil.which(CONTROL) is not None and not _works(CONTROL, request="get_server_list")
     if started and not (_works(CONTROL, "-d") and _works(sys.executable, "-c", TRIAL)):
         note("NVIDIA's MPS cannot be started: runs take turns on the GPU, which is slower")

@@ -1,11 +1,11 @@
-"""One method over several regimes (tasks, models, settings), treated as a random sample of all regimes.
+"""Combines a method's effects in several regimes (tasks, models, settings), a random sample of all regimes.
 
-Each regime has a mean difference over its seeds, with a standard error. Regimes also differ in truth, by a variance τ²
-between them (Paule and Mandel, 1982). Three figures answer three questions:
+Each regime has a mean difference over its seeds, with a standard error. The true effects of regimes also differ, with a
+variance τ² between regimes (Paule and Mandel, 1982). Three figures answer three questions:
 
 - the *interval* of the mean over regimes (Hartung and Knapp, 2001; Student's t over regimes): the average effect;
 - the *prediction interval*: the effect in one further regime;
-- *I²*: how much of the spread between regimes is real, and no noise of their seeds.
+- *I²*: the share of the spread between regimes that is not noise of their seeds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RandomEffects:
 
 
 def random_effects(regimes: Sequence[Sequence[float]]) -> RandomEffects:
-    """Combine regimes, each with its differences over seeds. At least two regimes with two seeds each."""
+    """Combine at least two regimes, each given by its differences for at least two seeds."""
     from scipy.stats import t
 
     if len(regimes) < 2 or min(map(len, regimes)) < 2:
@@ -44,7 +44,7 @@ def random_effects(regimes: Sequence[Sequence[float]]) -> RandomEffects:
     count, between = len(means), _between(means, variances)
     weights = 1 / (variances + between)
     mean = float(np.average(means, weights=weights))
-    error = 1 / float(weights.sum())  # Hartung and Knapp's as well, unless τ² = 0: there theirs may be smaller
+    error = 1 / float(weights.sum())  # equals Hartung and Knapp's, except that theirs may be smaller if τ² = 0
     reach = float(t.ppf((1 + LEVEL) / 2, count - 1)) * sqrt(error)
     ahead = float(t.ppf((1 + LEVEL) / 2, count - 2)) * sqrt(between + error) if count > 2 else None
     apart = _excess(0.0, means, variances) + count - 1  # Cochran's Q
@@ -58,7 +58,7 @@ def random_effects(regimes: Sequence[Sequence[float]]) -> RandomEffects:
 
 
 def _between(means: Floats, variances: Floats) -> float:
-    """τ²: the variance between regimes at which their weighted spread is as large as expected; at least 0."""
+    """τ²: the variance between regimes at which their weighted spread equals the expected spread; at least 0."""
     from scipy.optimize import brentq
 
     if _excess(0.0, means, variances) <= 0:

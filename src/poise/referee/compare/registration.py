@@ -1,8 +1,8 @@
 """Registered plans: ``--register`` freezes a comparison before its first run, as ``registered`` in ``plan.json``.
 
-Frozen are the arms with all their settings, the baseline, the seeds, the measure, the test and the margin, under a
+It freezes the arms with all their settings, the baseline, the seeds, the measure, the test and the margin, with a
 checksum that can be published. They cannot change afterwards. Arms and seeds that are added later are exploratory: the
-verdict on the registered ones does not use them.
+verdict on the registered plan does not use them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TEST = f"two-sided sign flips over seeds, Holm's correction over the arms that a
 
 
 def frozen(plan: Plan) -> Document:
-    """What a registered plan promises, with its checksum."""
+    """The content of a registered plan, with its checksum."""
     return sealed(
         {
             "baseline": plan.baseline.name,
@@ -52,7 +52,7 @@ def check(plan: Plan, registered: Document) -> None:
 
 
 class Added(NamedTuple):
-    """The arms and seeds of a plan that are not in the registered one; false if there are none."""
+    """The arms and seeds of a plan that are not in the registered plan; false if there are none."""
 
     arms: list[str]
     seeds: list[int]
@@ -73,7 +73,7 @@ def added(plan: Plan, registered: Document) -> Added:
 
 
 def explored(document: Document, everything: Document, registered: Document, extra: Added) -> Document:
-    """The results of a registered plan, followed by those of ``everything`` if arms or seeds were added to it."""
+    """The results of a registered plan; if arms or seeds were added, the results of ``everything`` follow."""
     sentences = [f"Registered before the first run (checksum {registered[SEAL][:12]}).", *document["verdict"]]
     rows = [arm for arm in everything["arms"] if extra.seeds or arm["name"] in extra.arms]
     if extra:

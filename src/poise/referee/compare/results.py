@@ -1,11 +1,11 @@
-"""Results of runs, read from their run folders; of arms, the runs of one method by seed; and of tuning.
+"""Results of runs (read from their folders), of arms (one method's runs by seed) and of tuning.
 
-Tuning chooses a learning rate for each arm: the same rates and seeds for all, and the comparison does not use these
-seeds again.
+Tuning chooses a learning rate for each arm. It tries the same rates and seeds for all arms, and the comparison uses
+other seeds.
 
 A run is *finished*, *diverged* (the trainer found a gradient that is not finite, and wrote ``diverged.json``) or
-*unfinished*. A diverged run is a result: its scores are the last ones measured during training, or 0. An unfinished run
-has no scores.
+*unfinished*. A diverged run is a result: its scores are the last scores measured during training, or 0. An unfinished
+run has no scores.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from poise.training.accuracy import BY_DIFFICULTY, LOST, is_summary, lost_shares
 State = Literal["finished", "diverged", "unfinished"]
 Line = Mapping[str, Any]  # the metrics of a step
 ACCURACY = "accuracy"  # avg@k, the main score
-TOTALS = ("tokens/sampled", "tokens/total")  # any other tokens/NAME belongs to a model other than the policy
+TOTALS = ("tokens/sampled", "tokens/total")  # any other tokens/NAME is a count of another model's tokens
 
 
 @dataclass(frozen=True)
 class Cost:
     """The cost of a run, without its evaluations."""
 
-    tokens: float = 0.0  # sampled
+    tokens: float = 0.0  # sampled tokens
+
     optimizer_steps: float = 0.0
     seconds: float = 0.0
     flop: float | None = None  # an estimate; None if the number of parameters is unknown
@@ -45,7 +46,7 @@ class Cost:
         return Cost(*values)
 
     def scaled(self, share: float) -> Cost:
-        """This share of the cost."""
+        """The cost times ``share``."""
         values: list[Any] = [None if value is None else share * value for value in astuple(self)]
         return Cost(*values)
 
@@ -62,7 +63,7 @@ class Point:
     scores: Mapping[str, float]
 
     def towards(self, other: Point, step: int) -> Point:
-        """The point at ``step`` on the straight line to a later one."""
+        """The point at ``step`` on the straight line to the later point ``other``."""
         share = (step - self.step) / (other.step - self.step)
         cost = self.cost.scaled(1 - share) + other.cost.scaled(share)
         both = [name for name in self.scores if name in other.scores]
@@ -76,10 +77,11 @@ class RunResult:
 
     seed: int
     state: State
-    steps: int  # finished
+    steps: int  # finished steps
+
     curve: tuple[Point, ...]  # in the order of steps; the first is before training
     cost: Cost = field(default_factory=Cost)
-    entropy: tuple[float, ...] = ()  # by step; NaN if not measured
+    entropy: tuple[float, ...] = ()  # by step; NaN if unknown
     why: str = ""  # the reason if it diverged
     folder: str = ""
     problems: str = ""  # a fingerprint of the held-out problems; empty if unknown
@@ -89,7 +91,7 @@ class RunResult:
     def scores(self) -> Mapping[str, float]:
         """The final scores. A diverged run has its last measured scores, an unfinished run has none.
 
-        Scores before training do not count: a run that diverged before any other evaluation has 0.
+        Scores before training do not count: a run that diverged before its first evaluation during training has 0.
         """
         if self.state == "unfinished" or not self.curve:
             return {}
@@ -98,18 +100,18 @@ class RunResult:
 
     @property
     def counts_as_zero(self) -> bool:
-        """Whether the run diverged before it was evaluated during training."""
+        """Whether the run diverged before its first evaluation during training."""
         return self.state == "diverged" and bool(self.curve) and not self.curve[-1].step
 
     def until(self, cut: int) -> RunResult:
-        """The run as it was after ``cut`` steps. Between two evaluations, scores and cost are on a straight line."""
+        """The run as it was after ``cut`` steps. Scores and cost are interpolated linearly between evaluations."""
         if self.steps <= cut:
             return self
         points = [point for point in self.curve if point.step <= cut]
         after = next((point for point in self.curve if point.step > cut), None)
         if after is not None and points and points[-1].step < cut:
             points.append(points[-1].towards(after, cut))
-        whole = points and (after is not None or points[-1].step == cut)  # whether it was evaluated at the cut
+        whole = points and (after is not None or points[-1].step == cut)  # whether its score at the cut is known
         return replace(
             self,
             state="finished" if whole and self.state == "diverged" else self.state,
@@ -123,7 +125,8 @@ class RunResult:
     def read(cls, path: str | Path) -> RunResult:
         """The result of the run in a folder, in any state.
 
-        FileNotFoundError if there is no run, ValueError if one of its files is damaged. Both messages say what to do.
+        Raises FileNotFoundError if there is no run, ValueError if one of its files is damaged. Both messages say what
+        to do.
         """
         folder = RunFolder.open(path, resume=False)
         config, lines = folder.config, read_metrics(folder)
@@ -152,7 +155,7 @@ class RunResult:
 
 
 def result_of(folder: str | Path) -> RunResult | None:
-    """The result of the run in a folder; None if it has none yet. DamagedError if one of its files is damaged."""
+    """The result of the run in a folder; None if it has none yet. Raises DamagedError if a file is damaged."""
     try:
         result = RunResult.read(folder)
     except FileNotFoundError:
@@ -187,7 +190,7 @@ class Arm:
 
 
 def _final(folder: RunFolder, config: Line, reached: int) -> dict[str, Any] | None:
-    """The contents of ``summary.json``; None until the run, or its extension to more steps, has ended."""
+    """The content of ``summary.json``; None until the run, or its extension to more steps, has ended."""
     summary = _read(folder, "summary.json", lambda data: type(data["steps"]) is int and is_summary(data["after"]))
     if summary is None:
         return None
@@ -198,7 +201,7 @@ def _final(folder: RunFolder, config: Line, reached: int) -> dict[str, Any] | No
 
 
 def _read(folder: RunFolder, name: str, usable: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
-    """The contents of a file; None if it does not exist. ValueError if they are not ``usable``, or were changed."""
+    """The content of a file; None if it does not exist. Raises ValueError if the content is unusable or was changed."""
     data: dict[str, Any] | None = folder.read_json(name)
     try:
         known = data is None or usable(data)
@@ -212,7 +215,7 @@ def _read(folder: RunFolder, name: str, usable: Callable[[dict[str, Any]], bool]
 
 
 def _divergence(folder: RunFolder, reached: int) -> str | None:
-    """Why the run diverged after its last step; None if it did not, or a resumed run got past that step."""
+    """Why the run diverged after its last step; None if it did not diverge, or has continued past that step."""
     data = _read(folder, "diverged.json", lambda data: type(data["step"]) is int and isinstance(data["why"], str))
     return f"step {data['step']}: {data['why']}" if data is not None and reached < data["step"] else None
 
@@ -243,9 +246,9 @@ def _scores(evaluation: Mapping[str, Any]) -> dict[str, float]:
 def _costs(folder: RunFolder, responses: int, lines: Sequence[Line]) -> Iterator[Cost]:
     """The cost up to each step.
 
-    FLOP are estimated: per parameter and token, sampling takes 2 (for each model), and each phase of the update takes 6
-    in rows with a gradient: 2 forward, 2 for the gradients of the layers' inputs, and 2 for those of the weights, which
-    LoRA does not need. Prompts, attention, adapters and evaluations are left out.
+    FLOP are estimated per parameter and token. Sampling takes 2, for each model. Each phase of the update takes 6 in
+    rows with a gradient: 2 for the forward pass, 2 for the gradients of the layers' inputs, and 2 for the gradients of
+    the weights, which LoRA does not need. Prompts, attention, adapters and evaluations do not count.
     """
     parameters, others = _parameters(folder)
     per_token = 6 if folder.config.get("lora") is None else 4
@@ -265,10 +268,10 @@ def _costs(folder: RunFolder, responses: int, lines: Sequence[Line]) -> Iterator
 
 
 def _update_tokens(line: Line, sampled: float, first: float, responses: int) -> float:
-    """The tokens of a step's update: all that the policy sampled, plus consolidated rows, which repeat second attempts.
+    """The tokens of a step's update: the policy's sampled tokens, plus consolidated rows, which repeat second attempts.
 
-    ``first`` counts the tokens of first attempts. The rest are reflections, whose length is a metric, and second
-    attempts.
+    ``first`` is the number of tokens in first attempts. The other tokens belong to reflections, whose length is a
+    metric, and to second attempts.
     """
     others = (value for key, value in line.items() if key.startswith("tokens/") and key not in TOTALS)
     own = sampled - sum(value or 0.0 for value in others)
@@ -299,7 +302,7 @@ Results = Callable[[Path], RunResult | None]  # the result of the run in a folde
 
 
 def tuning_scores(plan: Plan, arm: PlannedArm, variant: Variant, results: Results) -> dict[str, Any]:
-    """The held-out accuracy of every tuning seed, and how many runs diverged; no scores until all have results."""
+    """The held-out accuracy for every tuning seed (empty until all runs have results), and how many runs diverged."""
     runs = [results(plan.run(arm, variant, seed).folder) for seed in plan.settings.tuning_seeds]
     done = [run for run in runs if run is not None and ACCURACY in run.scores]
     done = done if len(done) == len(runs) else []
@@ -315,7 +318,8 @@ def tuning_scores(plan: Plan, arm: PlannedArm, variant: Variant, results: Result
 def choose_rate(plan: Plan, arm: PlannedArm, results: Results) -> Variant | None:
     """The variant of an arm for the comparison; None until all its tuning runs have results.
 
-    Among the variants that diverged least often, it has the highest mean accuracy; in a tie, the lower rate.
+    It is the variant with the highest mean accuracy among those that diverged least often; in a tie, the lower rate
+    wins.
     """
     if len(arm.variants) == 1:
         return arm.variants[0]
@@ -327,7 +331,7 @@ def choose_rate(plan: Plan, arm: PlannedArm, results: Results) -> Variant | None
 
 
 def tuning_report(plan: Plan, results: Results) -> list[dict[str, Any]]:
-    """For ``comparison.json``: the learning rate of each arm, and the scores of all rates."""
+    """The chosen learning rate of each arm and the scores of all rates, for ``comparison.json``."""
     report = []
     for arm in plan.arms:
         if len(arm.variants) == 1:

@@ -1,8 +1,8 @@
 """Runs a plan in parallel: tuning first, then seed by seed over all arms, so that finished runs are paired.
 
-Only the run folders say what is done. So a comparison that was stopped, killed or extended continues where it was:
-finished and diverged runs are results, and all others are started or resumed. ``Progress`` prints a line to standard
-error when a run ends, and at least every 30 seconds.
+Only the run folders record which runs are done. So a comparison that was stopped, killed or extended continues from
+there: finished and diverged runs are results, and all other runs are started or resumed. ``Progress`` prints a line to
+standard error when a run ends, and at least every 30 seconds.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from poise.referee.compare.results import ACCURACY, RunResult, choose_rate, resu
 from poise.referee.compare.worker import STOPPED
 from poise.runs.subscribers.console import duration, shorten
 
-MOST_LISTED = 4  # active runs in a line
+MOST_LISTED = 4  # active runs named in a line
 SILENCE = 30.0  # seconds
-HOPELESS = 3  # if the first runs all fail, the others would fail too
+HOPELESS = 3  # if this many first runs all fail, the others would fail too
 PAUSE = 0.25  # seconds between checks
 
 
@@ -46,7 +46,7 @@ class Status:
 
 
 class Progress:
-    """Prints what is done, running and left, and the time to the end."""
+    """Prints the numbers of runs that are done, running and left, and the time to the end."""
 
     def __init__(
         self, *, quiet: bool = False, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -61,7 +61,7 @@ class Progress:
             print(visible(text), file=self._file, flush=True)
 
     def ended(self, run: PlannedRun, result: RunResult | None, why: str, status: Status) -> None:
-        """Print how a run has ended: its result, or ``why`` it has none."""
+        """Print how a run has ended: its result, or the reason ``why`` it has none."""
         self.note(f"{status} {run.name}: {_ending(result, why)}")
 
     def update(self, status: Status) -> None:
@@ -99,12 +99,12 @@ class ActiveRun:
 
     run: PlannedRun
     since: float
-    fresh: bool  # started, not resumed: its time tells how long a run takes
+    fresh: bool  # started, not resumed, so its time is that of a whole run
 
 
 @dataclass
 class Runner:
-    """The runs of a plan: which are done, which are active, which come next."""
+    """Runs the runs of a plan; knows which are done, active and next."""
 
     plan: Plan
     processes: Processes
@@ -118,7 +118,7 @@ class Runner:
         self._tries: dict[Path, int] = {}
         self._count = self._succeeded = 0
         self._begin = self.clock()
-        self._seconds: list[float] = []  # of each run that this runner started and finished
+        self._seconds: list[float] = []  # the time of each run that this runner started and finished
         self.failures: dict[str, dict[str, Any]] = {}
         self.stopped = False
         self.out_of_time = False
@@ -127,24 +127,24 @@ class Runner:
 
     def result(self, folder: Path) -> RunResult | None:
         """The result of the run in a folder; None if it has none yet."""
-        if folder not in self._results:  # read once, and again when the run ends
+        if folder not in self._results:  # read once, and again after the run ends
             self._results[folder] = result_of(folder)
         return self._results[folder]
 
     def left(self) -> list[PlannedRun]:
-        """The runs of the plan without a result whose learning rate is known."""
+        """The plan's runs without a result, if their learning rate is known."""
         return [run for run in self.runs() if run and self.result(run.folder) is None]
 
     def variant_of(self, arm: PlannedArm) -> Variant | None:
-        """The variant of an arm for the comparison; None while it is tuned."""
+        """The variant of an arm for the comparison; None until its learning rate is chosen."""
         return choose_rate(self.plan, arm, self.result)
 
     # The loop
 
     def run(self, interrupted: Callable[[], bool]) -> None:
-        """Train all runs without a result. If ``interrupted``, runs finish their step, save and stop."""
+        """Train all runs without a result. When ``interrupted()`` is true, runs finish their step, save and stop."""
         stopping = False
-        (self.plan.folder / "failures.json").unlink(missing_ok=True)  # of the last command; those runs are tried again
+        (self.plan.folder / "failures.json").unlink(missing_ok=True)  # of the last command: failed runs are tried again
         for planned in filter(None, self.runs()):
             if self.result(planned.folder) is not None:
                 self._remove_checkpoints(planned.folder)
@@ -175,7 +175,7 @@ class Runner:
 
         for runs in self._rounds():
             if waiting := [run for run in runs if is_open(run)]:
-                started = len(waiting) < len(runs)  # then finish the round, if there is time
+                started = len(waiting) < len(runs)  # a round that has started is finished, if there is time
                 if self._too_late([] if started else waiting):
                     return None
                 return self._first_ready(waiting)
@@ -188,7 +188,7 @@ class Runner:
             yield [self.plan.run(arm, variant, seed) for arm in self.plan.arms if (variant := self.variant_of(arm))]
 
     def _first_ready(self, runs: Sequence[PlannedRun]) -> PlannedRun | None:
-        """The first of these runs that need not wait while another run measures the accuracy before training."""
+        """The first of these runs that does not have to wait for another run's accuracy before training."""
         measuring = [each.run for each in self._running.values() if shared_start.is_measuring(each.run)]
         for run in runs:
             if not any(shared_start.same_start(run, other) for other in measuring) or self._before(run) is not None:
@@ -201,9 +201,7 @@ class Runner:
         self.failures.pop(str(run.folder), None)
         fresh = not (run.folder / "config.json").exists()
         self.processes.start(self._count, run.config, self.plan.log_of(run), self._before(run))
-        self._running[self._count] = ActiveRun(
-            run, self.clock(), fresh
-        )  # after the imports, which do not count as time of the run
+        self._running[self._count] = ActiveRun(run, self.clock(), fresh)  # the time starts after the imports
 
     def _before(self, run: PlannedRun) -> Path | None:
         """A file with the run's accuracy before training, if another run has measured it."""
@@ -226,7 +224,7 @@ class Runner:
             self._fail(run, run_exit.status)
 
     def _remove_checkpoints(self, folder: Path) -> None:
-        """Remove the checkpoints of a run with a result, if only results are kept."""
+        """Remove the checkpoints of a run with a result if ``keep`` is "results"."""
         if self.plan.settings.keep == "results":
             for checkpoint in folder.glob("checkpoints/*"):
                 remove(checkpoint)
@@ -254,7 +252,7 @@ class Runner:
     # Time
 
     def _too_late(self, runs: Sequence[PlannedRun]) -> bool:
-        """Whether ``hours`` have passed, or would pass before these runs end, at the mean time of finished runs."""
+        """Whether ``hours`` have passed, or would pass before these runs end, at the finished runs' mean time."""
         ahead = 0.0
         if runs and self._seconds:
             ahead = max((self._left_of_running() + len(runs) * self._mean()) / self.jobs, self._mean())

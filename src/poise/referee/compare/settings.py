@@ -1,4 +1,4 @@
-"""The settings of a comparison itself. All others are settings of its runs."""
+"""The settings of the comparison itself. All other settings are settings of its runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from poise.training.config.messages import explain
 
 TUNING = 10_000  # the first tuning seed
 MOST_SEEDS = 1000
-LONGER = 2.0  # the baseline's steps in multiples of the others', where speed is measured
+LONGER = 2.0  # the baseline's steps in multiples of the others', if speed is measured
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
-    """Seeds from their number, or from the first and the last."""
+    """The seeds, given by their number, or by the first and the last seed."""
     if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\s*-\s*(\d+)", value)):
         first, last = int(match[1]), int(match[2])
         if last < TUNING and 1 <= last - first < MOST_SEEDS:
@@ -39,22 +39,22 @@ Real = Annotated[float, Strict()]
 
 
 class Settings(Group):
-    """All settings of a comparison but its folder. The first five do not change its results."""
+    """All settings of a comparison except its folder. The first five do not change its results."""
 
     jobs: Annotated[Whole, Field(ge=1, le=1024)] | None = None  # runs in parallel; None: depends on the device
-    threads: Annotated[Whole, Field(ge=1, le=1024)] = 1  # of a run on a CPU
-    hours: Annotated[Real, Field(gt=0)] = inf  # no run starts after this
-    retries: Annotated[Whole, Field(ge=0, le=100)] = 0  # of a failed run
-    keep: Literal["models", "results"] = "models"  # of a finished run: its newest checkpoint, or only its results
+    threads: Annotated[Whole, Field(ge=1, le=1024)] = 1  # per run on a CPU
+    hours: Annotated[Real, Field(gt=0)] = inf  # no run starts after this time
+    retries: Annotated[Whole, Field(ge=0, le=100)] = 0  # of failed runs
+    keep: Literal["models", "results"] = "models"  # models: keep each run's newest checkpoint
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = tuple(range(10))
     tune: Annotated[Whole, Field(ge=0, le=MOST_SEEDS)] = 0
-    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field({})  # the values of a setting, by its key
+    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field({})  # lists of values, by setting
     arms: Annotated[list[Annotated[dict[str, Any], Field(min_length=1)]], Field(min_length=1)] | None = None
     baseline: Any = None  # the name of an arm
     controls: Literal["none", "auto"] = "none"
-    measure: Literal["accuracy", "speed"] = "accuracy"  # at the end; or speed as well
+    measure: Literal["accuracy", "speed"] = "accuracy"  # accuracy at the end; speed: also the speed
     longer: Annotated[Real, Field(ge=1, le=100)] = LONGER  # the baseline's steps, in multiples of the cut
-    margin: Annotated[Real, Field(ge=0, le=1)] | None = None  # share of the baseline's speed that counts as equal
+    margin: Annotated[Real, Field(ge=0, le=1)] | None = None  # differences in speed up to this share count as equal
 
     @property
     def tuning_seeds(self) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class Settings(Group):
 
     @property
     def compared(self) -> Document:
-        """What is compared, as ``plan.json`` has it."""
+        """The measure, as in ``plan.json``."""
         longer = self.longer if self.measure == "speed" else 1.0
         return {"name": self.measure, "longer": longer, "margin": self.margin}
 
@@ -76,7 +76,7 @@ class Settings(Group):
 
 
 def validated(document: Document) -> Settings:
-    """The settings in a document with no other keys. ConfigError with a line for each problem."""
+    """The settings in a document without other keys. Raises ConfigError with a line for each problem."""
     try:
         return Settings.model_validate(document)
     except ValidationError as error:

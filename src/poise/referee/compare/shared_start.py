@@ -1,7 +1,7 @@
 """The accuracy before training, which runs with the same start measure only once.
 
-It depends on the settings in ``START``, not on a run's seed or method. It also depends on the machine: another device,
-another number of threads or another version of torch rounds differently.
+It depends on the settings in ``START``, not on a run's seed or method. It also depends on the machine, because another
+device, number of threads or version of torch rounds differently.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from poise.runs.folder import RunFolder
 from poise.tasks import data_fingerprint
 from poise.training.config.schema import Config
 
-# Reward functions see ``steps``.
+# ``steps`` is included because reward functions see it.
 START = (
     *("model", "revision", "template", "task", "rollout", "evaluation", "lora"),
     *("device", "dtype", "compile", "remote_code", "steps"),
 )
-PLACE = ("torch", "device", "threads")  # in environment.json
+PLACE = ("torch", "device", "threads")  # compared in environment.json
 FILE = "before.json"
 
 
 def same_start(run: PlannedRun, other: PlannedRun) -> bool:
-    """Whether two runs begin with the same model and measure it in the same way."""
+    """Whether two runs start with the same model and evaluate it with the same settings."""
     return all(getattr(run.config, name) == getattr(other.config, name) for name in START)
 
 
 def newest_file(run: PlannedRun, others: Iterable[PlannedRun]) -> Path | None:
-    """The newest accuracy before training among runs with the same start; None if there is none."""
+    """The newest ``before.json`` among runs with the same start; None if there is none."""
     files = []
     for other in others:
         if same_start(run, other):
@@ -43,12 +43,12 @@ def newest_file(run: PlannedRun, others: Iterable[PlannedRun]) -> Path | None:
 
 
 def is_measuring(run: PlannedRun) -> bool:
-    """Whether an active run has not yet measured its accuracy before training."""
+    """Whether an active run is still measuring its accuracy before training."""
     return not any((run.folder / name).exists() for name in (FILE, "metrics.jsonl"))
 
 
 def read(path: Path, config: Config) -> dict[str, Any] | None:
-    """The accuracy in this file; None if a run in this process could measure another one."""
+    """The accuracy in this file; None if a run in this process might measure a different accuracy."""
     from poise.models.loading import resolve_device
     from poise.runs.subscribers.recorder import environment
     from poise.training.accuracy import is_summary

@@ -1,12 +1,13 @@
 """The sign-flip test of paired differences, the interval that it implies, and Holm's correction.
 
 If two methods do not differ, a seed's difference is as likely to be d as −d. So the test tries all sign flips and
-counts how often the mean is at least as far from 0 as the measured one. It assumes symmetry but no normal distribution,
-and is exact: without an effect, p ≤ α in at most a share α of all comparisons, for any number of seeds.
+counts how often the mean is at least as far from 0 as the measured mean. It assumes symmetry but no normal
+distribution, and is exact: without an effect, p ≤ α in at most a share α of all comparisons, for any number of seeds.
 
 The interval inverts the test: it contains every shift δ for which the test of d − δ does not reject. Its ends are means
 of subsets of the differences (Hartigan, 1969), so no search is needed. For δ below the mean, flipping a subset of d − δ
-gives a mean as far from 0 as the observed one exactly if the mean of the subset, or of the rest, is at most δ.
+gives a mean at least as far from 0 as the observed mean exactly if the mean of the subset, or the mean of the rest, is
+at most δ.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 
-EXACT = 20  # up to this many differences, all flips are counted: 2^19, because a flip equals its opposite
-RANDOM = 99_999  # random flips for more differences
-_ROUNDING = 1e-12  # equal sums differ by less than this after rounding, relative to the differences
+EXACT = 20  # up to this many differences all flips are counted (2^19, because a flip equals its opposite)
+RANDOM = 99_999  # the number of random flips for more differences
+_ROUNDING = 1e-12  # rounding makes equal sums differ by less than this, relative to the differences
 
 
 def p_value(differences: Sequence[float]) -> float:
-    """The two-sided p of the hypothesis that the differences are symmetric around 0."""
+    """The two-sided p for the hypothesis that the differences are symmetric around 0."""
     return float(p_values([differences])[0])
 
 
 def interval(differences: Sequence[float], level: float = 0.95) -> Interval:
-    """All means that the test does not reject at 1 − ``level``; infinite if it rejects none.
+    """The interval of all means that the test does not reject at 1 − ``level``; infinite if it rejects none.
 
     The coverage is at least ``level`` for differences with a symmetric distribution.
     """
@@ -51,17 +52,15 @@ def p_values(samples: ArrayLike) -> Floats:
 
 
 def intervals(samples: ArrayLike, level: float = 0.95) -> tuple[Floats, Floats]:
-    """The lower and upper ends of every row's ``interval``."""
+    """The lower and upper ends of each row's ``interval``."""
     d_RN = np.asarray(samples, dtype=float)
     rows, n = d_RN.shape
     sums_RF, sizes_F = _flips(d_RN)
     flips = sums_RF.shape[1]
-    rank = floor(
-        (1 - level) * (1 + flips) * (1 + _ROUNDING)
-    )  # flips that p > 1 − level needs in addition to the identity
+    rank = floor((1 - level) * (1 + flips) * (1 + _ROUNDING))  # flips needed besides the identity for p > 1 − level
     if rank == 0:
         return np.full(rows, -inf), np.full(rows, inf)
-    with np.errstate(invalid="ignore", divide="ignore"):  # a random flip may flip nothing, or everything
+    with np.errstate(invalid="ignore", divide="ignore"):  # a random flip may flip nothing or everything
         inside_RF = sums_RF / sizes_F
         outside_RF = (d_RN.sum(1, keepdims=True) - sums_RF) / (n - sizes_F)
     whole_F = (sizes_F == 0) | (sizes_F == n)  # these reach every mean
@@ -74,7 +73,7 @@ def intervals(samples: ArrayLike, level: float = 0.95) -> tuple[Floats, Floats]:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm's adjusted p: rejecting p ≤ α keeps the chance of any false rejection at α, for dependent tests too."""
+    """Holm's adjusted p. Rejecting p ≤ α limits the chance of any false rejection to α, also for dependent tests."""
     adjusted, largest = [0.0] * len(p), 0.0
     for place, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
         largest = max(largest, min(1.0, (len(p) - place) * p[i]))
@@ -83,7 +82,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def _flips(d_RN: Floats) -> tuple[Floats, Floats]:
-    """For every flip but the identity: the sum and the number of the flipped differences.
+    """The sum and the number of the flipped differences, for every flip except the identity.
 
     A flip and its opposite give means of the same size, so the first difference is never flipped.
     """
@@ -98,7 +97,7 @@ def _flips(d_RN: Floats) -> tuple[Floats, Floats]:
 
 
 def _random_flips(d_RN: Floats) -> tuple[Floats, Floats]:
-    """The same random flips in every call. Rows are sorted first, so that the order of seeds does not matter.
+    """``_flips`` with random flips, the same in every call. Rows are sorted: the order of seeds must not matter.
 
     Rows with negative skew are mirrored, so that the sign of the differences does not matter either.
     """

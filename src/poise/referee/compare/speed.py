@@ -1,11 +1,12 @@
-"""The speed factor: how many steps of the baseline one step of an arm is worth.
+"""The speed factor: the number of baseline steps that one step of an arm is worth.
 
-It is the number of steps after which the baseline has the accuracy that the arm has at the cut, divided by the arm's
-steps. Both curves are made monotone first (isotonic regression); between evaluations they are straight lines.
+It is the number of steps after which the baseline reaches the arm's accuracy at the cut, divided by the arm's steps.
+Both curves are first made monotone (isotonic regression); between evaluations they are straight lines.
 
-The baseline's curve limits what can be seen. An accuracy that it never reaches counts as reached at its end ("> 2" if
-it runs twice as long), one that it has before its first evaluation in training as reached there. And where the curve is
-flat, steps say little: noise of a point in accuracy is noise of many steps.
+The baseline's curve limits the measurement. If the baseline never reaches an accuracy, it counts as reached at the end
+of the curve ("> 2" if the baseline runs twice as long); if it reaches the accuracy before its first evaluation in
+training, it counts as reached at that evaluation. Where the curve is flat, step counts are unreliable: noise of one
+point in accuracy becomes noise of many steps.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ import numpy as np
 from poise.referee.compare.results import Arm, RunResult
 from poise.referee.compare.sign_flip import Floats
 
-FLAT = 0.1  # a baseline that makes less than this share of its gain after the cut has a flat curve there
+FLAT = 0.1  # if the baseline gains less than this share of its whole gain after the cut, its curve is flat there
 
 
 class Curve(NamedTuple):
-    """Accuracy over steps, never falling."""
+    """A curve of accuracy over steps that never falls."""
 
     steps: Floats
     scores: Floats
 
     def at(self, step: float) -> float:
-        """The accuracy after a step; beyond the ends of the curve, the accuracy there."""
+        """The accuracy after a step. Beyond an end of the curve, the accuracy at this end."""
         return float(np.interp(step, self.steps, self.scores))
 
     def step_of(self, score: float, near: float) -> float:
-        """The step, in fractions, with this accuracy: 0 if all have more, infinite if all have less.
+        """The (fractional) step with this accuracy; 0 if the whole curve is above it, infinite if below.
 
-        On a plateau there are several such steps; this takes the one nearest to ``near``.
+        On a plateau, this is the step nearest to ``near``.
         """
         first = int(np.searchsorted(self.scores, score))
         end = int(np.searchsorted(self.scores, score, side="right"))
@@ -47,7 +48,7 @@ class Curve(NamedTuple):
 
 
 def rising(points: Iterable[tuple[float, float]]) -> Curve:
-    """The monotone curve nearest to these steps and accuracies."""
+    """The monotone curve nearest to these points (step, accuracy)."""
     from scipy.optimize import isotonic_regression
 
     steps, scores = zip(*sorted(points), strict=True)
@@ -55,7 +56,7 @@ def rising(points: Iterable[tuple[float, float]]) -> Curve:
 
 
 def speed_factor(score: float, steps: float, baseline: Curve) -> float:
-    """The speed of an arm with this accuracy after these steps, in units of the baseline's."""
+    """The speed of an arm with this accuracy after these steps, relative to the baseline."""
     first, last = baseline.steps[:2][-1], baseline.steps[-1]
     return float(min(max(baseline.step_of(score, steps), first), last) / steps)
 
@@ -64,11 +65,11 @@ class Speeds(NamedTuple):
     """An arm's speed factors by seed."""
 
     factors: dict[int, float]
-    beyond: tuple[int, ...]  # the seeds whose accuracy the baseline never reaches: their factors are lower bounds
+    beyond: tuple[int, ...]  # seeds whose accuracy the baseline never reaches; their factors are lower bounds
 
 
 def speeds(arm: Arm, baseline: Arm, score: str, cut: int) -> Speeds:
-    """The speed factors of an arm at the cut, with the seeds that both have."""
+    """The speed factors of an arm at the cut, for the seeds that both have."""
     end = max((run.steps for run in baseline.runs.values()), default=0)
     factors, beyond = {}, []
     for seed in sorted(arm.results(score).keys() & baseline.results(score).keys()):
@@ -82,7 +83,7 @@ def speeds(arm: Arm, baseline: Arm, score: str, cut: int) -> Speeds:
 
 
 def is_flat(baseline: Arm, score: str, cut: int) -> bool:
-    """Whether the baseline runs longer and hardly rises after the cut, on average over seeds."""
+    """Whether the baseline runs beyond the cut and hardly rises there, on average over seeds."""
     end, at_cut = baseline.results(score), baseline.until(cut).results(score)
     if not end or all(baseline.runs[seed].steps <= cut for seed in end):
         return False
@@ -95,7 +96,7 @@ def _curve(run: RunResult, score: str) -> Curve:
 
 
 def _baseline_curve(run: RunResult, score: str, end: int) -> Curve:
-    """A run that diverged never gets further: it keeps its last accuracy to the end."""
+    """The run's curve. A diverged run keeps its last accuracy to the end."""
     curve = _curve(run, score)
     if run.state != "diverged":
         return curve

@@ -18,20 +18,20 @@ from poise.referee.compare.sign_flip import Interval
 
 LEVEL = 0.95
 POWER = 0.8
-_SIMULATED = 12  # up to this many seeds, the detectable effect is simulated; for more, Student's t is close enough
+_SIMULATED = 12  # up to this many seeds the detectable effect is simulated; beyond, Student's t is close enough
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm minus the baseline, over the seeds that both have."""
+    """The differences of an arm to the baseline, over the seeds that both have."""
 
     seeds: tuple[int, ...]
-    values: tuple[float, ...]  # one for each of these seeds
-    mean: float | None  # None without a seed
+    values: tuple[float, ...]  # one per seed
+    mean: float | None  # None without seeds
     spread: float | None  # standard deviation over seeds; None with fewer than two
-    exact: Interval | None  # inverts the sign-flip test; None if there are too few seeds to exclude any difference
-    student: Interval | None  # Student's t, which assumes normal differences; None with fewer than two seeds
-    p: float  # of the two-sided sign-flip test, not corrected for the number of arms
+    exact: Interval | None  # inverts the sign-flip test; None with too few seeds to exclude any difference
+    student: Interval | None  # Student's t, which assumes normal differences; None with fewer than three seeds
+    p: float  # from the two-sided sign-flip test, not corrected for the number of arms
 
     @property
     def interval(self) -> Interval | None:
@@ -40,17 +40,17 @@ class Difference:
 
     @property
     def largest(self) -> float | None:
-        """The results exclude differences larger than this, in either direction."""
+        """The largest difference, in either direction, that the results do not exclude."""
         return None if self.interval is None else max(abs(end) for end in self.interval)
 
 
 def difference(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Difference:
-    """Compare two arms by their results for each seed that both have."""
+    """Compare an arm with the baseline by their results for each seed that both have."""
     seeds = tuple(sorted(arm.keys() & baseline.keys()))
     values = tuple(arm[seed] - baseline[seed] for seed in seeds)
     if not values:
         return Difference(seeds, values, None, None, None, None, 1.0)
-    exact = sign_flip.interval(values) if any(values) else (-inf, inf)  # identical runs exclude no difference
+    exact = sign_flip.interval(values) if any(values) else (-inf, inf)  # equal results exclude no difference
     return Difference(
         seeds,
         values,
@@ -63,7 +63,7 @@ def difference(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Diffe
 
 
 def student_interval(values: Sequence[float]) -> Interval | None:
-    """Student's interval of the mean; None with fewer than three values: two give ±13 standard errors."""
+    """Student's interval of the mean; None with fewer than three values, because two give ±13 standard errors."""
     n = len(values)
     if n < 3:
         return None
@@ -80,7 +80,7 @@ def student_factor(n: int) -> float:
 
 
 def seeds_needed(comparisons: int = 1) -> int:
-    """The fewest seeds with which one of ``comparisons`` tests can be significant after Holm's correction."""
+    """The fewest seeds with which any of ``comparisons`` tests can be significant after Holm's correction."""
     check_range("seeds_needed", "comparisons", comparisons, 1)
     return ceil(1 + log2(comparisons / (1 - LEVEL)) - 1e-9)
 
@@ -89,7 +89,7 @@ def detectable(seeds: int, spread: float, comparisons: int = 1, power: float = P
     """The smallest true difference that the test detects with probability ``power``; infinite with too few seeds.
 
     ``spread`` is the standard deviation of the differences over seeds, which are assumed to be normal. ``comparisons``
-    is the number of arms without the baseline: the smallest p must pass Holm's first and hardest threshold.
+    is the number of arms without the baseline; the smallest p must pass Holm's first, strictest threshold.
     """
     check_range("detectable", "seeds", seeds, 1)
     check_range("detectable", "spread", spread, 0)

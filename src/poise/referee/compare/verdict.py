@@ -1,4 +1,4 @@
-"""The results of a comparison in short sentences: what the seeds can detect, each arm, and the cautions."""
+"""Describes the results of a comparison in short sentences: what the seeds can detect, each arm, and cautions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from poise.referee.compare.statistics import LEVEL, POWER, seeds_needed
 from poise.training.accuracy import LOST, much
 
-CHANGE = 0.02  # smaller changes since before training are not explained
+CHANGE = 0.02  # smaller changes since the start of training are not explained
 COSTLY = 1.1  # the verdict names costs of at least this many times the baseline's
 COSTS = {"tokens": "sampled tokens", "optimizer_steps": "optimizer steps", "flop": "FLOP (estimated)"}
 
 
 def verdict(document: Mapping[str, Any]) -> list[str]:
-    """Sentences on the results of ``analyse``: first what the seeds can detect, then each arm, then the cautions."""
+    """Sentences about the results of ``analyse``: what the seeds can detect, then each arm, then cautions."""
     arms = document["arms"]
     (base,) = (arm for arm in arms if arm["name"] == document["baseline"])
     others = [arm for arm in arms if arm is not base and not arm["control"]]
@@ -59,7 +59,7 @@ def _idle(arm: Mapping[str, Any]) -> bool:
 
 
 def _look_caution(looks: Sequence[int]) -> list[str]:
-    """If each of k tests is wrong in 5 % of comparisons, at least one of them is wrong in at most k · 5 %."""
+    """A caution if results were seen before: of k tests with 5 % errors each, any errs in at most k · 5 %."""
     if len(looks) < 2:
         return []
     before, bound = ", ".join(map(str, looks[:-1])), 100 * min(1.0, len(looks) * (1 - LEVEL))
@@ -85,7 +85,7 @@ def power_sentence(seeds: int, comparisons: int, effect: float | None, spread: f
 
 
 def arm_sentence(arm: Mapping[str, Any], baseline: str) -> str:
-    """One sentence on an arm: its difference to the baseline, the interval, and the conclusion."""
+    """One sentence about an arm: its difference to the baseline, the interval, and the conclusion."""
     result, seeds = arm["difference"], len(arm["difference"]["seeds"])
     if not seeds:
         return f"{arm['name']}: no seed is complete yet."
@@ -113,7 +113,7 @@ def base_words(document: Mapping[str, Any]) -> str:
 
 
 def speed_sentences(arm: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
-    """An arm's speed; if it is faster, whether it also stays above the baseline that runs longer."""
+    """An arm's speed; if it is faster, also whether it ends higher than the longer-running baseline."""
     speed, base = arm["speed"], document["baseline"]
     if speed is None or not speed["seeds"]:
         return
@@ -131,7 +131,7 @@ def speed_sentences(arm: Mapping[str, Any], document: Mapping[str, Any]) -> Iter
 
 
 def _within(speed: Mapping[str, Any], margin: float | None) -> str:
-    """Whether the interval lies within the margin of equal speed."""
+    """Text: whether the interval lies within the margin of equal speed."""
     if margin is None or not speed["interval"]:
         return ""
     low, high = speed["interval"]
@@ -141,7 +141,7 @@ def _within(speed: Mapping[str, Any], margin: float | None) -> str:
 
 
 def _explanations(arm: Mapping[str, Any]) -> Iterator[str]:
-    """For each claim of a gain: which controls explain it."""
+    """Sentences: which controls explain each claimed gain."""
     name, gains = arm["name"], {"better": (arm["difference"], 0.0), "faster": (arm["speed"], 1.0)}
     for claim, controls in arm["controls"].items():
         result, none = gains[claim]
@@ -180,7 +180,7 @@ def _costs(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _condition_cautions(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
-    """Whether the numbers of steps differ, and how much of a significant difference is readability."""
+    """Cautions: different numbers of steps, and the part of a significant difference that lost answers explain."""
     if arm["steps"] and base["steps"] and arm["steps"] != base["steps"]:
         own, other = span(arm["steps"]), span(base["steps"])
         yield f"{arm['name']} was measured after {own} steps, {base['name']} after {other}."
@@ -190,7 +190,7 @@ def _condition_cautions(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iter
 
 
 def span(values: Sequence[int]) -> str:
-    """The first and the last of some numbers, or the only one."""
+    """The first and the last number as text, or the only number."""
     return " to ".join(str(end) for end in dict.fromkeys((values[0], values[-1])))
 
 
@@ -216,7 +216,7 @@ def _cautions(arm: Mapping[str, Any]) -> Iterator[str]:
 
 
 def points(value: float) -> str:
-    """A fraction in percentage points, with one decimal."""
+    """A fraction as percentage points, with one decimal."""
     return f"{100 * value:.1f}"
 
 

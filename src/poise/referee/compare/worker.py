@@ -1,4 +1,4 @@
-"""One run in its own forked process."""
+"""Trains one run in its own forked process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-DONE, FAILED, STOPPED = 0, 1, 75  # exit codes; a diverged run has failed, and its folder says so
-WAIT = 60.0  # seconds to wait for a process of a killed comparison that still uses the folder
+DONE, FAILED, STOPPED = 0, 1, 75  # exit codes; a diverged run also fails, and its folder records it
+WAIT = 60.0  # seconds to wait until a killed comparison's process releases the folder
 PR_SET_PDEATHSIG = 1
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -27,7 +27,7 @@ def main(
     status = FAILED
     try:
         die_with_parent()
-        if os.getppid() == 1:  # the server has already died; its own parent may be process 1, in a container
+        if os.getppid() == 1:  # the server has already died
             os._exit(FAILED)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the trainer installs its own handler
         with suppress(OSError):  # if memory runs out, the system should kill a run, not the comparison
@@ -55,11 +55,11 @@ def die_with_parent() -> None:
 def carry_out(
     settings: dict[str, Any], *, threads: int, before: Path | None = None, data: str | None = None, code: Any = None
 ) -> int:
-    """Start or resume the run with these settings, print errors, and return its exit code.
+    """Start or resume the run with these settings, print errors, and return the exit code.
 
     The file ``before`` has the accuracy before training, if another run has measured it. ``data`` and ``code`` are the
-    fingerprints of the data and of the user's code at the start of the comparison: with others, runs could not be
-    compared.
+    fingerprints of the data and the user's code at the start of the comparison; if they have changed, runs would not be
+    comparable.
     """
     import torch
 
@@ -84,7 +84,7 @@ def carry_out(
     except Exception as error:
         traceback.print_exc()
         why = str(error) or type(error).__name__
-        print(f"poise: {why}", file=sys.stderr)  # the user sees the last line
+        print(f"poise: {why}", file=sys.stderr)  # the comparison shows the last line
         return FAILED
     return DONE
 

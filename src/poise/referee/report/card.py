@@ -35,9 +35,9 @@ tokenizer = AutoTokenizer.from_pretrained("THIS REPOSITORY OR FOLDER")
 
 
 def card(folder: RunFolder, title: str, step: int) -> str:
-    """The card of a run's model after a step, without paths of this machine."""
+    """The card of a run's model after a step, without paths on this machine."""
     config, summary = folder.config, folder.read_json("summary.json")
-    is_final = isinstance(summary, dict) and summary.get("steps") == step  # the summary is about this model
+    is_final = isinstance(summary, dict) and summary.get("steps") == step  # the summary describes this model
     before, after = folder.read_json("before.json"), summary.get("after") if is_final else None
     model = str(config.get("model"))
     base = model if _HUB_ID.fullmatch(model) and not Path(model).exists() else None
@@ -89,6 +89,6 @@ def _accuracy(before: Any, after: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """The text without markup: anybody may have written the settings."""
+    """The value as text with markup escaped, because the settings are untrusted."""
     text = " ".join(str(value).split())
     return re.sub(r"([\\`*\[\]<>|#])", r"\\\1", text)

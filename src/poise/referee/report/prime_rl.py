@@ -1,9 +1,9 @@
-"""Read a line of prime-rl's token exports (``schema_version`` 1) as a line of a token file.
+"""Converts a line of prime-rl's token exports (``schema_version`` 1) to a line of a token file.
 
 prime-rl writes ``token_exports/step_N/rank_R.jsonl`` if ``trainer.enable_token_export`` is set. A line is one sequence,
-prompt included: token ids without texts, and for each of them a number per field. The trainer's log-probabilities are
-those before the update; the sampler's are ``inference_logprobs``. A response has no reward, and its group is not named:
-responses to the same prompt form one.
+including the prompt: token ids without texts, and for each field one number per token. ``trainer_logprobs`` are the
+trainer's log-probabilities before the update; ``inference_logprobs`` are the sampler's. A line has neither a reward nor
+a group; responses to the same prompt form a group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VERSION = 1
 
 
 def is_export(data: Any) -> bool:
-    """Whether a line is prime-rl's."""
+    """Whether a line comes from prime-rl."""
     return isinstance(data, dict) and "schema_version" in data and "token_ids" in data
 
 

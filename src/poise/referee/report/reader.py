@@ -1,6 +1,7 @@
-"""Read the files of a run folder and check them: they may be damaged, or made by an attacker.
+"""Reads and checks the files of a run folder, which may be damaged or malicious.
 
-``RunRecording`` has what the page shows of a run folder; ``token_files`` has the same of another trainer's export.
+``RunRecording`` has the data of a run folder that the page shows; ``token_files`` has the same data of another
+trainer's export.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from poise.runs.axes import drawable
 from poise.runs.folder import DamagedError, RunFolder
 from poise.sampling.trajectories import FIRST
 
-DAMAGED = (  # whatever reading a file raises that poise did not write
+DAMAGED = (  # errors of reading a file that poise did not write
     *(ValueError, TypeError, KeyError, AttributeError, EOFError, OSError, OverflowError, RuntimeError),
     *(zlib.error, SafetensorError),
 )
 LAST_STEP = 10**12 - 1
 TEXTS = ("problem", "difficulty", "prompt", "text")
 NEEDED = ("logp", "entropy", "advantage")
-FILES = (  # those that the page reads
+FILES = (  # files that the page reads
     *("config.json", "metrics.jsonl", "tokens", "warnings.json", "before.json", "summary.json", "diverged.json"),
     *("diagnose.json", "diagnose"),
 )
 
 
 class Step(NamedTuple):
-    """A recorded step: its responses, arrays over all their tokens in a row, and the text of each token id."""
+    """A recorded step: its responses, arrays over all their tokens, and the text of each token id."""
 
     records: list[dict[str, Any]]
     arrays: dict[str, Tensor]
@@ -47,7 +48,7 @@ class RunRecording:
         self.folder, self.path = folder, folder.path
 
     def steps(self) -> list[int]:
-        """The steps with both files: the responses and their tokens."""
+        """The steps that have both files, the responses and the tokens."""
         return [step for step in self.folder.recorded() if self.folder.tokens_path(step).exists()]
 
     def version(self, step: int) -> Hashable:
@@ -74,7 +75,7 @@ class RunRecording:
         return read_metrics(self.folder)
 
     def files(self) -> list[Path]:
-        """The files and folders that change when the run does."""
+        """The files and folders that change while the run continues."""
         return [path for name in FILES if (path := self.path / name).exists()]
 
     def json(self, name: str) -> Any:
@@ -82,7 +83,7 @@ class RunRecording:
         return self.folder.read_json(name)
 
     def skipped(self) -> list[str]:
-        """Messages about data that could not be read and were left out: here, reading raises an error."""
+        """Messages about data that were left out: none, because for a run folder reading raises an error."""
         return []
 
 
@@ -97,12 +98,12 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def check_file(path: Path) -> None:
-    """ValueError if the path is not a file: reading a pipe or a device could block for ever."""
+    """Raise ValueError if the path is not a file: reading a pipe or a device could block for ever."""
     check(path.is_file() or not path.exists(), f"{path} is not a file")
 
 
 def check(condition: bool, problem: str) -> None:
-    """ValueError unless the condition holds."""
+    """Raise ValueError unless the condition holds."""
     if not condition:
         raise ValueError(problem)
 
@@ -130,7 +131,7 @@ def _checked(records: list[dict[str, Any]], arrays: dict[str, Tensor], texts: di
 
 
 def check_record(record: dict[str, Any], name: str) -> None:
-    """ValueError unless the page can show this record of a response."""
+    """Raise ValueError unless the page can show this record of a response."""
     for key in TEXTS:
         check(isinstance(record[key], str), f"{name}: {key} is not a string")
     for key in ("read", "gold", "answer"):

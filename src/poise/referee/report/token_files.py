@@ -1,7 +1,7 @@
-"""The recording of another trainer's run: one token file, or a folder of them, which may still be growing.
+"""The recording of another trainer's run: a token file, or a folder of token files, which may still be growing.
 
-A first pass over the files notes where the lines of each step begin; later passes only read what was added. So the cost
-is linear in the size of the files, and only one step is in memory at a time.
+The first scan of the files stores the place of each step's lines; later scans read only added lines. So the cost is
+linear in the size of the files, and only one step is in memory at a time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from poise.referee.report.token_row import Row, joined, parse
 from poise.referee.report.token_texts import Decoder
 from poise.referee.report.weighing import step_metrics
 
-PATTERNS = ("*.jsonl", "step_*/*.jsonl", "token_exports/step_*/*.jsonl")  # ours; in prime-rl's folder; above it
-OTHERS = ("metrics.jsonl",)  # of a run folder
+PATTERNS = ("*.jsonl", "step_*/*.jsonl", "token_exports/step_*/*.jsonl")  # poise's; prime-rl's, from two folders
+OTHERS = ("metrics.jsonl",)  # a file of run folders
 MODELS = ("config.json", "adapter_config.json")  # in the folder of a run or a model
 LONGEST_LINE = 2**26  # bytes
-LONGEST_REASON = 160  # characters of why a line was left out
-NAMED = 5  # damaged lines that are described one by one
+LONGEST_REASON = 160  # characters of the reason why a line was left out
+NAMED = 5  # damaged lines that are described individually
 
 
 def token_files(path: Path) -> list[Path]:
-    """The token files at a path: the file itself, or the files in a folder that is not a run or a model. Empty if there
-    are none."""
+    """The token files at a path: the file, or the files in a folder that is no run and no model; may be empty."""
     if path.suffix == ".jsonl" and not path.is_dir():
         return [path] if path.exists() else []
     if not path.is_dir() or any((path / name).exists() for name in MODELS):
@@ -36,11 +35,11 @@ def token_files(path: Path) -> list[Path]:
 
 
 class TokenFiles:
-    """A ``RunRecording`` of token files. ``decode`` turns token ids into text, for lines without texts."""
+    """Like ``RunRecording``, but for token files. ``decode`` turns token ids into text, for lines without texts."""
 
     def __init__(self, path: Path, decode: Callable[[list[int]], str] | None = None) -> None:
         self.path, self._decoder = path, Decoder(decode)
-        self._started = 0  # how often reading began anew, because a file was replaced
+        self._started = 0  # how often reading started again because a file was replaced
         self._forget()
         if not self.steps():
             why = "; ".join(self.skipped()) or "no line has been written yet"
@@ -48,13 +47,13 @@ class TokenFiles:
 
     def _forget(self) -> None:
         self._started += 1
-        self._places: dict[int, list[tuple[Path, int]]] = {}  # of each step's lines: file and offset
-        self._ends: dict[Path, tuple[int, int]] = {}  # of each file: bytes and lines that were read
+        self._places: dict[int, list[tuple[Path, int]]] = {}  # file and offset of each step's lines
+        self._ends: dict[Path, tuple[int, int]] = {}  # bytes and lines read so far, by file
         self._metrics: dict[int, tuple[Hashable, dict[str, float]]] = {}
         self._damaged, self._damaged_count = list[str](), 0
 
     def steps(self) -> list[int]:
-        """The fields of the current lines."""
+        """The steps in the current files."""
         files = self.files()
         if any(file.stat().st_size < self._ends.get(file, (0, 0))[0] for file in files):
             self._forget()
@@ -63,12 +62,12 @@ class TokenFiles:
         return sorted(self._places)
 
     def version(self, step: int) -> Hashable:
-        """How many lines it has."""
+        """A value that changes when the step gets more lines; None if it is not recorded."""
         places = self._places.get(step)
         return (self._started, len(places)) if places else None
 
     def read(self, step: int) -> Step:
-        """Its lines, from all files."""
+        """The responses and tokens of a step, from all files."""
         rows: list[Row] = []
         try:
             for path, offset in self._places[step]:
@@ -83,7 +82,7 @@ class TokenFiles:
         return found
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Computed from the tokens."""
+        """One dict per step, computed from the tokens."""
         steps = self.steps()
         for step in steps:
             if self._metrics.get(step, (None,))[0] != self.version(step):
@@ -95,7 +94,7 @@ class TokenFiles:
         return token_files(self.path)
 
     def json(self, _: str) -> None:
-        """Token files have no other data."""
+        """None: token files have no other data."""
 
     def skipped(self) -> list[str]:
         """The first few damaged lines, and a count of the others."""
@@ -103,7 +102,7 @@ class TokenFiles:
         return [*self._damaged, f"{more:,} more lines of {self.path} cannot be read"] if more else self._damaged
 
     def _scan(self, path: Path) -> None:
-        """Note the places of lines that were added since the last scan."""
+        """Store the places of lines added since the last scan."""
         check_file(path)
         with path.open("rb") as file:
             offset, number = self._ends.get(path, (0, 0))
@@ -114,7 +113,7 @@ class TokenFiles:
                         step = self._row(line).step
                         self._places.setdefault(step, []).append((path, offset))
                 except ValueError as error:
-                    if not line.endswith(b"\n"):  # it is still being written, or the writer was killed
+                    if not line.endswith(b"\n"):  # the line is still being written, or the writer was killed
                         return
                     self._damaged_count += 1
                     if len(self._damaged) < NAMED:
@@ -134,7 +133,7 @@ class TokenFiles:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file. Of one that is too long, only its beginning; the file then stands behind its end."""
+    """The lines of a file. Of a line that is too long, only the beginning is returned, but the whole line is read."""
     while line := file.readline(LONGEST_LINE + 1):
         rest = line
         while len(line) > LONGEST_LINE and rest and not rest.endswith(b"\n"):

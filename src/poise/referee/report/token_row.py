@@ -1,7 +1,6 @@
-"""One line of a token file: a response of any trainer's run, as a JSON object. docs/report.md lists its fields.
+"""One line of a token file: a response from any trainer, as a JSON object. docs/report.md lists its fields.
 
-Only ``step`` and the tokens are required; the page leaves out what a line does not say. Lines may be damaged, or made
-by an attacker.
+Only ``step`` and the tokens are required; the page does not show missing fields. Lines may be damaged or malicious.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from poise.referee.report.reader import LAST_STEP, Step, check, check_record
 from poise.referee.report.token_texts import Decoder
 
-COLUMNS = ("logp", "entropy", "advantage", "sampler_logp")  # numbers per token; a single one holds for all tokens
+COLUMNS = ("logp", "entropy", "advantage", "sampler_logp")  # numbers per token; a single number applies to all tokens
 UNKNOWN: dict[str, Any] = {
     "prompt": "",
     "difficulty": "",
@@ -27,11 +26,11 @@ UNKNOWN: dict[str, Any] = {
     "parts": {},
 }
 RECORD = (*UNKNOWN, "problem", "group", "text", "gold", "answer", "environment")
-POSITIVE = 0.01  # log-probabilities above 0 by more than rounding are something else
+POSITIVE = 0.01  # larger values are no log-probabilities, even after rounding
 
 
 class Row(NamedTuple):
-    """A response: its record for the page, the texts of its tokens, and numbers (n,) for each token."""
+    """A response: its record for the page, the texts of its n tokens, and arrays (n,)."""
 
     step: int
     record: dict[str, Any]
@@ -40,7 +39,7 @@ class Row(NamedTuple):
 
 
 def parse(data: Any, decoder: Decoder) -> Row:
-    """The response of a line. Any of ``reader.DAMAGED`` is raised if it is damaged."""
+    """The response of a line. A damaged line raises an error in ``reader.DAMAGED``."""
     check(isinstance(data, dict), "it is not a JSON object")
     step, words = data.get("step"), data.get("tokens")
     check(type(step) is int and 0 <= step <= LAST_STEP, "step is not a whole number from 0 on")
@@ -71,13 +70,13 @@ def _column(name: str, values: Any, count: int) -> Tensor:
 
 
 def checked_ids(ids: Sequence[Any]) -> list[int]:
-    """Token ids that a tokenizer can be asked for."""
+    """The token ids, checked to be valid input for a tokenizer."""
     check(all(type(token) is int and 0 <= token < 2**31 for token in ids), "a token id is not a whole number")
     return list(ids)
 
 
 def joined(rows: Sequence[Row]) -> Step:
-    """The responses of a step. Numbers that a response lacks are NaN."""
+    """Join the responses of a step. Missing numbers are NaN."""
     words: dict[str, int] = {}
     ids = [words.setdefault(word, len(words)) for row in rows for word in row.words]
     names = sorted({name for row in rows for name in row.arrays})

@@ -1,5 +1,7 @@
-"""Texts of a response's tokens, for a line of a token file. A separate file, because trainers write them without the
-report."""
+"""Texts of a response's tokens, for a line of a token file.
+
+Trainers that write token files import only this file of the report.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 
 class Decoder:
-    """Texts of token ids; ``decode`` is a tokenizer's. Without one, a token's text is its number in brackets."""
+    """Decodes token ids with a tokenizer's ``decode``. Without it, a token's text is its number in brackets."""
 
     def __init__(self, decode: Callable[[list[int]], str] | None = None) -> None:
         self.word = cache(lambda token: decode([token]) if decode else f"⟨{token}⟩")
@@ -18,7 +20,7 @@ class Decoder:
 
 
 def response_texts(tokens: Sequence[int], own: Sequence[bool], decoder: Decoder) -> dict[str, Any]:
-    """The fields of a line that are texts. ``own`` marks the tokens that the model wrote, not an environment."""
+    """The text fields of a line. ``own`` marks the tokens that the model wrote, not the environment."""
     mine = [token for token, is_own in zip(tokens, own, strict=True) if is_own]
     turns, before = [], 0
     for is_own, pairs in groupby(zip(own, tokens, strict=True), key=lambda pair: bool(pair[0])):

@@ -1,4 +1,4 @@
-"""What recorded tokens say without their model: curves of a run, and what each method would do to its batches."""
+"""Analyses recorded tokens without their model: a run's curves, and each method's effect on its batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ RECORDED = "recorded"  # the weights that the trainer used
 def token_batch(step: Step) -> tuple[TokenBatch, list[Phase]] | None:
     """The batch of a recorded step, and its phases; None if no token has both a log-probability and an advantage.
 
-    Tokens without are outside the mask. A field that is not known of all tokens or responses is left out.
+    Tokens that lack one of these are outside the mask. A field that is not known for all tokens or responses is left
+    out.
     """
     logp, advantage = (step.arrays.get(name) for name in ("logp", "advantage"))
     if logp is None or advantage is None or not (usable := logp.isfinite() & advantage.isfinite()).any():
@@ -53,7 +54,7 @@ def token_batch(step: Step) -> tuple[TokenBatch, list[Phase]] | None:
 
 
 def step_metrics(step: Step) -> dict[str, float]:
-    """The metrics of a step under the names that poise logs: only those that the recorded data determine."""
+    """The metrics of a step that can be computed from the recorded data, under the names that poise logs."""
     rewards = [record["reward"] for record in step.records if record["reward"] is not None]
     verdicts = [record["correct"] for record in step.records if record["correct"] is not None]
     entropy = step.arrays.get("entropy", torch.empty(0)).nanmean().item()
@@ -69,19 +70,19 @@ def step_metrics(step: Step) -> dict[str, float]:
 
 
 class Weighed(NamedTuple):
-    """A recording's tokens by interval of p. Shares add up to 1; the shares of a ``pull`` are of Σ w·|A|·(1 − p)."""
+    """A recording's tokens by interval of p. Shares add up to 1; ``pull`` has the shares of Σ w·|A|·(1 − p)."""
 
     steps: int
     responses: int
     tokens: int
     token_share: list[float]
-    pull: dict[str, list[float] | None]  # by method; None if it leaves nothing to learn
-    metrics: dict[str, dict[str, float]]  # by method: its ``reg/…`` metrics, means over the steps
-    missing: dict[str, list[str]]  # by method that cannot be applied: the fields that the recording lacks
+    pull: dict[str, list[float] | None]  # by method; None if all its weights or all advantages are 0
+    metrics: dict[str, dict[str, float]]  # by method: the means of its ``reg/…`` metrics over the steps
+    missing: dict[str, list[str]]  # by method that cannot be applied: the missing fields
 
 
 def weigh(recording: TokenFiles, methods: Mapping[str, Regulator], intervals: Intervals) -> Weighed:
-    """Apply the methods to the recorded batches, step by step. Raises ValueError if no token can be weighted."""
+    """Apply the methods to each recorded step. Raises ValueError if no token can be weighted."""
     tokens, responses, steps = torch.zeros(len(intervals)), 0, 0
     pulls: dict[str, Tensor] = {}
     metrics: dict[str, list[dict[str, float]]] = {}
@@ -118,7 +119,7 @@ def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def interval_table(weighed: Weighed, names: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each interval of p: its share of the tokens, and of each method's gradient."""
+    """One row per interval of p: its share of the tokens, and of each method's gradient."""
     pulls = {name: pull for name, pull in weighed.pull.items() if pull is not None}
     return [
         {"p": name, "tokens": _percent(share), **{method: _percent(pull[i]) for method, pull in pulls.items()}}
@@ -127,7 +128,7 @@ def interval_table(weighed: Weighed, names: Sequence[str]) -> list[dict[str, Any
 
 
 def method_table(weighed: Weighed) -> list[dict[str, Any]]:
-    """One row for each phase of each method, with its ``reg/PHASE/…`` metrics."""
+    """One row per phase of each method, with its ``reg/PHASE/…`` metrics."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for method, metrics in weighed.metrics.items():
         for name, value in metrics.items():

@@ -1,9 +1,9 @@
-"""The data of the page: a small index, read at once, and one block per response, read when the reader opens it.
+"""The data of the page: a small index, loaded at once, and one block per response, loaded when the reader opens it.
 
-A block is zlib-compressed. It holds the length of the response's text, the text in UTF-8, and zeros up to a multiple of
-4; in the same form, as JSON, the environment's texts between the replies, each with the number of tokens before it;
-then the arrays of the run's ``fields`` in order, as little-endian 4-byte numbers. Token ids are replaced by their index
-in the run's ``words``.
+A block is zlib-compressed. It contains the length of the response's text, the text in UTF-8, and zeros up to a multiple
+of 4. In the same form follows a JSON text with the environment's messages, each with the number of tokens before it.
+Then follow the arrays of the run's ``fields`` in order, as little-endian 4-byte numbers. Token ids are replaced by
+their index in the run's ``words``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from poise.sampling.trajectories import FIRST
 from poise.training.accuracy import is_summary, without_repeats
 
 Recording = RunRecording | TokenFiles
-Decode = Callable[[list[int]], str]  # a tokenizer's
+Decode = Callable[[list[int]], str]  # a tokenizer's method
 Block = tuple[int, int, int]  # run, step, row: the address of a response
 CHANGED = "summary.json was changed after the run wrote it."
 REWRITE = "Restore it from a copy, or measure the model again with poise train --resume."
-REMEDY = "Start again with a smaller optim.lr, or with dtype=float32."  # for a run that diverged
+REMEDY = "Start again with a smaller optim.lr, or with dtype=float32."  # for a diverged run
 COLUMNS = [
     *("run", "step", "row", "length", "reward", "correct", "finished", "difficulty"),
     *("problem", "prompt", "read", "parts", "role", "notes", "gold", "answer"),
@@ -42,7 +42,7 @@ COLUMNS = [
 
 
 class Source:
-    """The runs of a page. A step is read once, and again if a resumed run rewrites it."""
+    """The runs of a page. A step is read once, and again only if a resumed run rewrites it."""
 
     def __init__(self, paths: Sequence[str | Path], x: str = "step", decode: Decode | None = None) -> None:
         self.x = x  # the x axis of curves until the reader chooses another
@@ -62,7 +62,7 @@ class Source:
         return " ".join(f"{stat.st_mtime_ns}/{stat.st_size}" for stat in stats)
 
     def index(self) -> dict[str, Any]:
-        """Everything except the tokens: settings, curves, figures, and one row per response."""
+        """All data except the tokens: settings, curves, results, and one row per response."""
         texts: dict[str, int] = {}
         rows: list[list[Any]] = []
         for run, recording in enumerate(self.runs):
@@ -75,7 +75,7 @@ class Source:
             "runs": [self._run(run) for run in range(len(self.runs))],
             "columns": COLUMNS,
             "rows": rows,
-            "texts": list(texts),  # prompts and answers, which many rows share
+            "texts": list(texts),  # prompts and answers, stored once for many rows
         }
 
     def blocks(self) -> Iterator[bytes]:
@@ -135,7 +135,7 @@ class Source:
 
     def _records(self, run: int, step: int) -> list[dict[str, Any]]:
         version = self.runs[run].version(step)
-        if version is None:  # the index had it
+        if version is None:  # it was in the index
             raise FileNotFoundError(f"step {step} of {self.runs[run].path} has just been removed")
         if self._rows.get((run, step), (None, []))[0] != version:
             records, arrays = self._step(run, step, version)
@@ -180,7 +180,7 @@ def _environment(saved: Any) -> Any:
 
 
 def _evaluation(summary: Any) -> dict[str, Any] | None:
-    """The summary of an evaluation for the page; None if there is none, or it is damaged."""
+    """The summary of an evaluation for the page; None if it is missing or damaged."""
     if not is_summary(summary):
         return None
     figures = {key: value for key, value in summary.items() if key != "by_problem"}
@@ -192,7 +192,7 @@ def _warnings(recording: Recording, last: int) -> list[dict[str, Any]]:
     place = str(recording.path / warnings.FILE)
     rows = [asdict(warning) for warning in warnings.parse(recording.json(warnings.FILE), place)]
     diverged = recording.json("diverged.json")
-    if isinstance(diverged, dict) and type(step := diverged.get("step")) is int and step > last:  # else it was resumed
+    if isinstance(diverged, dict) and type(step := diverged.get("step")) is int and step > last:  # not past it yet
         rows.append({"step": step, "what": f"The run diverged: {diverged.get('why')}.", "remedy": REMEDY})
     if was_changed(recording.json("summary.json")):
         rows.append({"step": 0, "what": CHANGED, "remedy": REWRITE})
@@ -200,7 +200,7 @@ def _warnings(recording: Recording, last: int) -> list[dict[str, Any]]:
 
 
 def _diagnosis(recording: Recording) -> dict[str, Any] | None:
-    """The figures of ``poise diagnose``, without single batches, from this folder or its subfolder ``diagnose``."""
+    """The results of ``poise diagnose`` without single batches, from this folder or its subfolder ``diagnose``."""
     figures = recording.json("diagnose.json") or recording.json("diagnose/diagnose.json")
     if figures is not None and not isinstance(figures, dict):
         raise ValueError(f"{recording.path}: diagnose.json holds no figures")

@@ -1,7 +1,7 @@
-"""The page: one HTML file with its style, its scripts and its data, which makes no network requests.
+"""The page: one HTML file that contains its style, scripts and data, and makes no network requests.
 
-Everything a model wrote is untrusted. The file holds it as JSON without characters that have a meaning in HTML, or as
-base64, and the scripts only show it as text. The content security policy allows only our style and our script.
+Model output is untrusted. The file contains it as JSON without characters that have a meaning in HTML, or as base64,
+and the scripts show it only as text. The content security policy allows only our style and our script.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def write_report(
 ) -> Path:
     """Write the page of these run folders and token files to ``out``.
 
-    ``x`` is the x axis of the curves when the page opens (``runs.axes.AXES``). ``progress`` gets the responses
-    written so far and their total, ``say`` what was left out. ``decode`` is a tokenizer's, for files with token ids.
+    ``x`` is the x axis of the curves when the page opens (``runs.axes.AXES``). ``progress`` gets the number of written
+    responses and their total; ``say`` gets messages about skipped data. ``decode`` is a tokenizer's method, for files
+    with token ids.
     """
     source = Source(paths, x, decode)
     index = source.index()
@@ -60,7 +61,7 @@ def data_element(data: Any) -> bytes:
 
 
 def in_html(data: Any) -> bytes:
-    """JSON that is safe inside a script element, whatever strings it holds: ASCII without ``<``, ``>`` and ``&``."""
+    """JSON that is safe inside a script element, whatever strings it contains: ASCII without ``<``, ``>`` and ``&``."""
     text = dumps(data).decode("ascii").strip()
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")  # in JSON these occur only inside strings

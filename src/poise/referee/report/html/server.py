@@ -1,4 +1,4 @@
-"""``poise report --watch``: serve the page, only on this machine, and keep it up to date while training runs."""
+"""``poise report --watch``: serves the page on this machine only, and keeps it up to date during training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
 class Server(ThreadingHTTPServer):
     """One thread per connection."""
 
-    request_queue_size = 1024  # with a shorter backlog the kernel may drop connections
+    request_queue_size = 1024  # with a shorter queue the kernel may drop connections
 
     def __init__(self, port: int, source: Source) -> None:
         self.source, self.lock = source, Lock()
@@ -43,7 +43,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        # DNS rebinding: a foreign page can point its own name at this machine. So only these host names get an answer.
+        # Against DNS rebinding, only these host names get an answer: a foreign page can point its own name at this
+        # machine.
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
             self._send(403, "text/plain", b"this server answers only to 127.0.0.1\n")
@@ -91,5 +92,5 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(paths: Sequence[str | Path], port: int = 0, *, x: str = "step", decode: Decode | None = None) -> Server:
-    """A server that is ready to run (``serve_forever``). Port 0 is any free port. See ``write_report`` for the rest."""
+    """A server that is ready for ``serve_forever``. Port 0 is any free port. For the rest see ``write_report``."""
     return Server(port, Source(paths, x, decode))
