@@ -122,9 +122,9 @@ def test_a_folder_with_the_readme_of_a_repository_is_one(tmp_path, monkeypatch):
 def test_settings_of_the_hub_are_refused_for_files(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"question": "Mine?", "answer": "1"}\n')
     for setting in ({"config": "main"}, {"streaming": True}):
-        with pytest.raises(DataError, match=r"is for sets on the hub, and for folders with the README\.md of one"):
+        with pytest.raises(DataError, match=r"is only for sets on the hub and folders with a set's README\.md"):
             Data(str(tmp_path / "mine.jsonl"), reward="number", **setting)
-        with pytest.raises(DataError, match=r"in memory.*is for sets on the hub"):
+        with pytest.raises(DataError, match=r"in memory.*is only for sets on the hub"):
             Data(rows(3), reward="number", **setting)
     with pytest.raises(DataError, match="has no splits: leave test_split out"):
         Data(rows(3), reward="number", test_split="test")

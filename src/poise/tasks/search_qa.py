@@ -42,7 +42,7 @@ class Index:
         self.passages_with = Counter(word for counts in self.counts for word in counts)
 
     def search(self, query: str, count: int = 3) -> list[str]:
-        """The best passages, best first, among those that share a word with the query."""
+        """The ``count`` best passages that share a word with the query, best first."""
         words = set(_words(query[:LONGEST_QUERY]))
         scored = [(-self._score(words, at), at) for at in range(len(self.passages))]
         return [self.passages[at] for score, at in sorted(scored)[:count] if score < 0]

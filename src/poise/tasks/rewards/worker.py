@@ -88,7 +88,7 @@ def _check_arguments(reward: Callable[..., Any], arguments: Mapping[str, Any]) -
 
 
 def result_of(value: Any) -> Any:
-    """The value, or the result of a coroutine. A coroutine runs in another thread: a notebook's has a loop."""
+    """The value, or the result of a coroutine, which runs in a new thread: a notebook's thread already runs a loop."""
     if not inspect.isawaitable(value):
         return value
 
