@@ -186,7 +186,7 @@ class Trainer:
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """If memory runs out or the model diverges, record it in the folder and raise an error that says what to do."""
+        """If memory runs out or the model diverges, raise an error that says what to do, and record the cause."""
         try:
             yield
         except OutOfMemoryError as error:

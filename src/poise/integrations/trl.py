@@ -219,7 +219,10 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             export.write(self.state.global_step + 1, groups)
 
     def _check_phases(self, phases: list[Phase], batch: TokenBatch) -> bool:
-        """Raise an error if the phases need more from TRL than in the first trial. True if all weights are 1."""
+        """Raise an error if the phases need more from TRL than in the trial before training.
+
+        Returns True if all weights are 1.
+        """
         wants, now = self._poise.demands, demands(phases, batch)
         if len(phases) != len(wants.phases):
             names = ", ".join(phase.name for phase in phases)

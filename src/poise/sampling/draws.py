@@ -42,8 +42,7 @@ class Sampling:
         """Draw a token (n,) from each row of logits (n, V), which are already divided by the temperature.
 
         ``point`` (n,) holds the random numbers in [0, 1). Also returns the token's log-probability and the entropy,
-        (n,) each. Both are those of the whole softmax, as in the update, even if ``top_k`` or ``top_p`` excluded
-        tokens.
+        (n,) each. Both use the whole softmax, as in the update, even if ``top_k`` or ``top_p`` excluded tokens.
         """
         logps = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         probs = logps.exp()

@@ -96,8 +96,8 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Sample a response to each request, in order. The same seed gives the same tokens.
 
-        Log-probabilities and entropies are those of the whole softmax, even if ``sampling`` excludes tokens. An engine
-        that notices the end of a response before all have ended calls ``done`` at once.
+        Log-probabilities and entropies use the whole softmax, even if ``sampling`` excludes tokens. An engine that
+        notices the end of a response before all have ended calls ``done`` at once.
         """
         ...
 

@@ -45,7 +45,7 @@ ROUNDING = 1e-9  # 0.29 · 100 is 28.999999999999996 in floating point, but mean
 
 @dataclass(frozen=True)
 class Rltr:
-    """GRPO's ``group`` attempts, each also rewarded if the ``receiver``, continuing a part of its reasoning, is right.
+    """GRPO's ``group`` attempts, each also rewarded if the ``receiver`` answers correctly from a part of its reasoning.
 
     ``transfer`` weights this reward; ``answer`` weights the part "answer" of the task's reward. ``receiver`` is "start"
     (the weights that the run starts with), a model as in ``model=``, or the address of an OpenAI-compatible server,

@@ -104,8 +104,8 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, di
 def much(old: float, new: float, lost_old: float, lost_new: float) -> str:
     """Text: how much of a change in accuracy comes from answers that are cut off or unreadable; empty below ``MUCH``.
 
-    Accuracy is the share of such answers times the share of them that is right. ``lost_old`` and ``lost_new`` are the
-    shares of answers that were cut off or unreadable.
+    Accuracy is the share of whole, readable answers times the share of these that is right. ``lost_old`` and
+    ``lost_new`` are the shares of answers that were cut off or unreadable.
     """
     sides = ((old, lost_old), (new, lost_new))
     right = [min(1.0, value / (1 - share)) for value, share in sides if share < 1]

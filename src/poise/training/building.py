@@ -188,7 +188,7 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
 
     @cache
     def frame(*roles: str) -> int:
-        """The tokens that the template adds to messages of these roles."""
+        """The number of tokens that the template adds to messages with these roles."""
         return len(policy.encode([{"role": role, "content": "."} for role in roles]))
 
     def too_long(problem: Problem) -> bool:

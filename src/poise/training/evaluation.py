@@ -156,7 +156,7 @@ def held_out(
 
 
 def _unreadable(samples: Sequence[Trajectory]) -> int | None:
-    """How many samples ended without a readable answer; None if some correct sample has no answer either."""
+    """How many samples ended without a readable answer; None if a correct sample has no answer."""
     if any(sample.score.correct and sample.score.answer is None for sample in samples):
         return None
     return sum(sample.finished and sample.score.answer is None for sample in samples)

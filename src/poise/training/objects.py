@@ -199,7 +199,7 @@ def _task_settings(task: Any) -> Document | None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal; False if they cannot be compared, like two tables."""
+    """Whether two values are equal; False if the comparison fails, as for tables."""
     try:
         return bool(one == other)
     except Exception:  # a user's class may raise anything

@@ -39,7 +39,7 @@ class State:
 
 
 class Clock:
-    """Measures how a step spends its time, from the creation of the clock on."""
+    """Measures how a step spends its time. The clock starts when it is created."""
 
     def __init__(self) -> None:
         self.start, self.spent = time.perf_counter(), dict[str, float]()

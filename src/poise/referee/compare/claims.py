@@ -21,7 +21,7 @@ def speed_claims(
 ) -> dict[str, Document]:
     """The speed of every arm except the baseline. ``base`` is the baseline at the cut; ``arms`` have their whole runs.
 
-    The interval is that of the mean logarithm. p is the larger of two: one tests the logarithms, the other the
+    The interval comes from the mean logarithm. p is the larger of two p: one tests the logarithms, the other the
     difference in accuracy at the cut. Both effects have the same sign. But on a flat curve, noise that is symmetric in
     accuracy is skewed in steps, so the first test alone would find too many differences. ``end`` is the difference to
     the baseline's end, if the baseline runs longer.

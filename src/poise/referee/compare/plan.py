@@ -160,7 +160,7 @@ def _with_curves(arms: Sequence[PlannedArm]) -> tuple[PlannedArm, ...]:
 
 
 def _folder(document: Document, settings: list[str]) -> Path:
-    """The folder of the comparison, from ``run``, which this removes from ``settings``; not from a shipped recipe."""
+    """The folder of the comparison, from the setting ``run``. Removes ``run`` from ``settings``."""
     overrides = [override for override in settings if override.partition("=")[0].strip() == "run"]
     for override in overrides:
         settings.remove(override)

@@ -153,9 +153,9 @@ def _check_data(run: PlannedRun) -> None:
 
 
 def write(plan: Plan, looks: Sequence[int] | None = None, *, registered: Document | None = None) -> None:
-    """Write a plan that passed ``check``, the ``looks`` at its results and what is ``registered``.
+    """Write a plan that passed ``check``, its ``looks`` (see ``read_looks``) and its ``registered`` plan.
 
-    None leaves looks and registration unchanged.
+    None leaves looks or registration unchanged.
     """
     variants = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
     looks = read_looks(plan) if looks is None else looks

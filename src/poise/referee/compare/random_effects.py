@@ -1,4 +1,4 @@
-"""Combines a method's effects in several regimes (tasks, models, settings), a random sample of all regimes.
+"""Combines a method's effects in several regimes (tasks, models, settings), treated as a random sample.
 
 Each regime has a mean difference over its seeds, with a standard error. The true effects of regimes also differ, with a
 variance τ² between regimes (Paule and Mandel, 1982). Three figures answer three questions:

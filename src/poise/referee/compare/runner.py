@@ -99,12 +99,12 @@ class ActiveRun:
 
     run: PlannedRun
     since: float
-    fresh: bool  # started, not resumed, so its time is that of a whole run
+    fresh: bool  # started, not resumed: its time is the time of a whole run
 
 
 @dataclass
 class Runner:
-    """Runs the runs of a plan; knows which are done, active and next."""
+    """Trains the runs of a plan, and tracks which are done, active and next."""
 
     plan: Plan
     processes: Processes

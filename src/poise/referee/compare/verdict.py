@@ -59,7 +59,7 @@ def _idle(arm: Mapping[str, Any]) -> bool:
 
 
 def _look_caution(looks: Sequence[int]) -> list[str]:
-    """A caution if results were seen before: of k tests with 5 % errors each, any errs in at most k · 5 %."""
+    """A caution if results were seen before: if each of k tests errs in 5 %, some test errs in at most k · 5 %."""
     if len(looks) < 2:
         return []
     before, bound = ", ".join(map(str, looks[:-1])), 100 * min(1.0, len(looks) * (1 - LEVEL))
@@ -180,7 +180,7 @@ def _costs(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _condition_cautions(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
-    """Cautions: different numbers of steps, and the part of a significant difference that lost answers explain."""
+    """Cautions: different numbers of steps, and a significant difference due to cut-off or unreadable answers."""
     if arm["steps"] and base["steps"] and arm["steps"] != base["steps"]:
         own, other = span(arm["steps"]), span(base["steps"])
         yield f"{arm['name']} was measured after {own} steps, {base['name']} after {other}."

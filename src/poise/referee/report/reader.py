@@ -57,7 +57,7 @@ class RunRecording:
         return tokens.stat().st_mtime_ns if self.folder.rollouts_path(step).exists() and tokens.exists() else None
 
     def read(self, step: int) -> Step:
-        """The responses and tokens of a step. ValueError if they cannot be read."""
+        """The responses and tokens of a step. Raises ValueError if they cannot be read."""
         folder = self.folder
         try:
             check_file(folder.tokens_path(step))

@@ -106,7 +106,7 @@ def environment_turns(sample: Trajectory) -> list[tuple[int, str]]:
 
 
 def token_arrays(batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor]:
-    """The tokens of all responses in one array each: response i is ``start[i]:start[i + 1]`` of every other array.
+    """Arrays over the tokens of all responses, end to end. Response i has ``start[i]:start[i + 1]`` of the others.
 
     ``weight/NAME`` is the policy weight in phase NAME. A regulator's per-token values keep their own names.
     """
@@ -159,7 +159,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def write_start(folder: RunFolder, here: dict[str, Any], step: int) -> list[str]:
-    """Write ``environment.json``: the environment from this step on, and those of all earlier starts.
+    """Write ``environment.json``: the environment from this step on, and the environments of earlier starts.
 
     Return notes about differences from the previous start.
     """

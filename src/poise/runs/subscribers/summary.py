@@ -143,7 +143,7 @@ def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: An
 
 
 def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
-    """Each measure before and after training, with its 95 % interval; then the shares of lost answers."""
+    """Each measure before and after training, with its 95 % interval; then the shares of unusable samples."""
     before, after = (without_repeats(summary[when]["table"]) for when in ("before", "after"))
     if summary["after"].get("temperature") == 0:
         before.pop("avg@1", None)
@@ -201,7 +201,7 @@ def conclusion(
 
 
 def learned(summary: dict[str, Any]) -> list[str]:
-    """Lines: which measures rose, fell or did not clearly change, and whether fewer lost answers explain it."""
+    """Lines: which measures rose, fell or did not clearly change; how far cut-off or unreadable answers explain it."""
     if _nothing_right(summary):
         return ["no held-out answer was right, before training or after it"]
     changes = _changes(summary)

@@ -28,7 +28,7 @@ NO_SPREAD = 0.95  # if this share of the responses has advantage 0, the run lear
 
 @dataclass(frozen=True)
 class RunWarning:
-    """A warning that was shown: its name, such as ``no-spread``, the step before it, what is wrong and what to do."""
+    """A warning that was shown: its name, such as ``no-spread``, its step, what is wrong and what to do."""
 
     name: str
     step: Annotated[int, Strict()]  # 0: before the first step

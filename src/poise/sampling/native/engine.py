@@ -156,9 +156,9 @@ class NativeEngine:
         """The sizes of a slot cache: the last call's, or larger if these requests need more.
 
         The number and length of responses may differ from call to call, and recording graphs for a new cache takes
-        longer than decoding. If the grown cache were too large to stay in memory, the sizes are those of these
-        requests. With ``deterministic=true`` the sizes do not depend on earlier calls, which a resumed run has not
-        made.
+        longer than decoding. If the grown cache were too large to stay in memory, the cache has only the size that
+        these requests need. With ``deterministic=true`` the sizes do not depend on earlier calls, which a resumed run
+        has not made.
         """
         if self._decoder is not None and not _device.is_planned():
             had, _, _, room = self._decoder_key[:4]
@@ -198,8 +198,8 @@ def _threads(policy: Policy) -> Iterator[None]:
 def supports(policy: Policy) -> bool:
     """Whether the engine can decode with this model. The trial has two prompts, one of them with two responses.
 
-    The hidden states must equal those of one pass over prompt and response. The trial fails for layers that share keys,
-    have a recurrent state, or do not pass keywords on to the attention function.
+    The hidden states must be the same as in one pass over prompt and response. The trial fails for layers that share
+    keys, have a recurrent state, or do not pass keywords on to the attention function.
     """
     if not policy.packed:
         return False
@@ -230,7 +230,7 @@ def _tried_step(policy: Policy) -> FusedStep | None:
             return step
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # Triton has errors of its own
+    except Exception as error:  # Triton raises its own errors
         failure = first_line(error)
     _WITHOUT_STEP.add(policy)
     name = type(policy.base).__name__
@@ -278,7 +278,7 @@ def _begin_trial(decoder: Decoder, prompts: list[Prompt], prompt_of: list[int]) 
 def continues(policy: Policy) -> bool:
     """Whether keys can be kept between turns with this model: a trial of two dialogues of two turns.
 
-    The log-probabilities of the second turn must equal those of one pass over the whole dialogue.
+    The second turn's log-probabilities must be the same as in one pass over the whole dialogue.
     """
     size, greedy = policy.head().vocabulary, Sampling(temperature=0.0)
     engine = NativeEngine(policy)

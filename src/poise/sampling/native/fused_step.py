@@ -3,8 +3,8 @@
 Decoding a small model takes as long as launching its kernels, even from a CUDA graph. So this file implements the step
 for the usual layers with fewer kernels: one product for queries, keys and values; one product for gate and up; each
 residual sum together with the norm after it; the rotation inside the attention. A LoRA adapter adds two thin products
-(``models/adapters.py``). The results equal those of transformers' and peft's code up to rounding; a trial compares both
-for every model (``engine.py``). Other models decode through their own code.
+(``models/adapters.py``). The results equal transformers' and peft's up to rounding; a trial compares both for every
+model (``engine.py``). Other models decode through their own code.
 """
 
 from __future__ import annotations

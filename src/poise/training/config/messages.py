@@ -146,7 +146,7 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def unknown_arguments(names: Iterable[str]) -> list[str]:
-    """Messages about arguments that have the names of ``GRPOTrainer``'s, not those of ``poise.train``'s."""
+    """Messages about arguments with TRL's names, with the names of the same arguments in ``poise.train``."""
     return [
         f"unknown argument {name!r}; did you mean {_ARGUMENTS_ELSEWHERE[name]!r}? docs/python.md has TRL's other names"
         for name in names

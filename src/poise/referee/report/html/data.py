@@ -86,7 +86,7 @@ class Source:
                     yield self.block((run, step, row))
 
     def block(self, at: Block) -> bytes:
-        """One response, token by token. KeyError if it does not exist."""
+        """The block of one response. Raises KeyError if it does not exist."""
         run, step, row = at
         if not 0 <= run < len(self.runs) or (version := self.runs[run].version(step)) is None:
             raise KeyError(at)
