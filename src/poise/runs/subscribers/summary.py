@@ -143,7 +143,10 @@ def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: An
 
 
 def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
-    """Each measure before and after training, with its 95 % interval; then the shares of unusable samples."""
+    """Each measure before and after training, with its 95 % interval.
+
+    The last rows are the shares of samples that were cut off or unreadable.
+    """
     before, after = (without_repeats(summary[when]["table"]) for when in ("before", "after"))
     if summary["after"].get("temperature") == 0:
         before.pop("avg@1", None)
