@@ -463,3 +463,8 @@ def test_functions_without_source(tmp_path):
     assert typed("0.1", "1") == "<poise run 'run': 1 steps>\n"
     assert typed("0.1", "2") == "<poise run 'run': 2 steps>\n"
     assert "refused: python:different: not the same object" in typed("0.2", "3")
+
+
+def test_a_config_made_in_python_explains_mistakes_as_the_command_line_does():
+    with pytest.raises(ConfigError, match=r"optim.lr = -1: must be greater than 0\nunknown key 'stepz'.*'steps'"):
+        poise.Config(task={"name": "kk"}, optim={"lr": -1}, stepz=3)

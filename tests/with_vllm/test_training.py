@@ -5,7 +5,7 @@ import pytest
 from support.vllm_engines import train_on_vowels
 
 
-@pytest.mark.parametrize("more", [[], ["lora.rank=8", "optim.lr=1e-2"]], ids=["whole", "lora"])
+@pytest.mark.parametrize("more", [[], ["lora.rank=8", "optim.lr=2e-2"]], ids=["whole", "lora"])
 def test_a_run_with_vllm_learns_and_reports_the_mismatch(tmp_path, more):
     lines = train_on_vowels(tmp_path, "steps=12", "device=cpu", *more)
     assert len(lines) == 12

@@ -139,6 +139,12 @@ class Config(Group):
     """Let Python code from the model's repository run."""
     _code: _user_code.Code = PrivateAttr(default_factory=dict)
 
+    def __init__(self, /, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise _explained(error, settings) from None
+
     @property
     def code(self) -> _user_code.Code:
         """The hashes of the user's own code files at the time when these settings were read."""
@@ -362,17 +368,18 @@ def dump(config: Config) -> str:
 def _validated(document: Document) -> Config:
     if too_deep(document):
         raise ConfigError(f"the settings have more than {DEEPEST} levels")
-    try:
-        return Config.model_validate(document)
-    except ValidationError as error:
-        problems = error.errors(include_url=False)
-        known = keys(document)
-        lines = [
-            _no_task() if problem["type"] == "missing" and problem["loc"] in TASK else explain(problem, known)
-            for problem in problems[:MOST_PROBLEMS]
-        ]
-        more = [f"… and {len(problems) - MOST_PROBLEMS} more problems"] if len(problems) > MOST_PROBLEMS else []
-        raise ConfigError(*lines, *more) from None
+    return Config(**{str(name): value for name, value in document.items()})  # YAML has other keys than texts
+
+
+def _explained(error: ValidationError, document: Document) -> ConfigError:
+    """What is wrong with the document, one sentence for each problem."""
+    problems, known = error.errors(include_url=False), keys(document)
+    lines = [
+        _no_task() if problem["type"] == "missing" and problem["loc"] in TASK else explain(problem, known)
+        for problem in problems[:MOST_PROBLEMS]
+    ]
+    more = [f"… and {len(problems) - MOST_PROBLEMS} more problems"] if len(problems) > MOST_PROBLEMS else []
+    return ConfigError(*lines, *more)
 
 
 def _no_task() -> str:
