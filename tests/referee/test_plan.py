@@ -413,7 +413,7 @@ def test_the_baseline_runs_longer_where_speed_is_measured(tmp_path):
 
 def test_mistakes_in_the_measure_are_answered():
     assert problem("measure=time") == "measure = 'time': must be 'accuracy' or 'speed'"
-    assert problem("margin=0.1") == "margin = 0.1: it belongs to the speed of arms; ask for measure=speed"
+    assert problem("margin=0.1") == "margin = 0.1: this setting needs measure=speed"
     assert "longer = 0.5: must be at least 1" in problem("measure=speed", "longer=0.5")
     assert "margin = 'x': must be a number" in problem("measure=speed", "margin=x")
 

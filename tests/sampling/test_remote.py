@@ -107,7 +107,7 @@ def test_lies(lie):
     said, message = LIES[lie]
     with (
         serving(lambda *_: said() if callable(said) else said) as server,
-        pytest.raises(ReceiverError, match=f"no answer that can be used .*({message}).*start it again, and resume"),
+        pytest.raises(ReceiverError, match=f"no usable answer .*({message}).*start it again, and resume"),
     ):
         ask(server)
 
@@ -170,7 +170,7 @@ def test_one_failure_ends_the_others():
 def test_nobody_is_there():
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
-    with pytest.raises(ReceiverError, match=rf"http://127.0.0.1:{port}/v1 gives no answer .*[Cc]onnection refused"):
+    with pytest.raises(ReceiverError, match=rf"127.0.0.1:{port}/v1 has given no usable answer .*[Cc]onnection refused"):
         Server(f"http://127.0.0.1:{port}/v1", **QUICK).check()
 
 
@@ -234,7 +234,7 @@ def test_a_run_stops_when_the_server_dies_and_resumes_exactly(tmp_path):
     with serving(lambda asked, number: answers(asked) if number <= first + 1 else (502, b"<html>"), port) as server:
         failed = poise("train", "demo", *TINY, rltr(server.address, patience=0.1), f"run={stopped}")
     assert failed.exit_code == 1
-    assert re.search(r'gives no answer that can be used \(status 502: "<html>"\)', failed.stderr), failed.stderr
+    assert re.search(r'has given no usable answer \(status 502: "<html>"\)', failed.stderr), failed.stderr
     assert len(RunFolder.open(stopped, resume=False).metrics()) == 1
     refused = poise("train", "--resume", f"run={stopped}")  # still down: refused before it starts
     assert refused.exit_code == 1

@@ -175,13 +175,13 @@ class TestMistakes:
     @pytest.mark.parametrize("number", [1, 7])  # one that did not ask to be kept, and one that was not there
     def test_nothing_kept(self, engine, number):
         calls, said = self.begin(engine)
-        with pytest.raises(ValueError, match=f"continues request number {number}, which the call before did not keep"):
+        with pytest.raises(ValueError, match=f"continues request number {number}, which the previous call did not"):
             calls.sample([Request([*said, 3], 3, continues=number)], GREEDY, 1)
 
     def test_only_the_call_before_can_be_continued(self, engine):
         calls, said = self.begin(engine)
         calls.sample([Request([9], 3)], GREEDY, 1)
-        with pytest.raises(ValueError, match="the call before did not keep"):
+        with pytest.raises(ValueError, match="the previous call did not keep"):
             calls.sample([Request([*said, 3], 3, continues=4)], GREEDY, 2)
 
     def test_numbers_given_twice(self, engine):

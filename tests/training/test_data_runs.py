@@ -134,7 +134,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, kind):
     trainer.train(configs.load("demo", [*args, "steps=1"]), quiet=True)
     write(file, 39)
     longer = configs.load("demo", [*args, "steps=2"])
-    with pytest.raises(TaskError, match=r"rows.jsonl are not those that the run in .* began with"):
+    with pytest.raises(TaskError, match=r"rows.jsonl differ from the data with which the run in .* began"):
         trainer.train(longer, resume=True, quiet=True)
 
 
@@ -165,7 +165,7 @@ def test_a_run_on_hub_data_resumes_with_the_same_problems_and_refuses_others(hub
     for name, value in parameters(whole).items():
         assert torch.equal(value, parameters(resumed)[name]), name
     fill(2)
-    with pytest.raises(TaskError, match=r"own/a main.* are not those that the run in .* began with"):
+    with pytest.raises(TaskError, match=r"own/a main.* differ from the data with which the run in .* began"):
         trainer.train(configs.load("demo", [*args, f"run={tmp_path / 'whole'}", "steps=5"]), resume=True, quiet=True)
 
 

@@ -149,7 +149,7 @@ def _fault(bench: _Bench, *, kl: bool) -> str | None:
     ones = rows[:, None].expand(mask.shape).contiguous()
     try:
         own = bench.gradient(ones if inputs["advantages"].dim() == 2 else rows)
-    except Exception as error:  # an error without weights
+    except Exception as error:  # weights are not the cause
         error.add_note("This happened when poise tested the loss on random log-probabilities, before any update.")
         raise
     if not bench.tokens.called:

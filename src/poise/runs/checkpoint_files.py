@@ -114,7 +114,7 @@ class CheckpointFiles:
         if failures and len(others) == len(failures):
             raise CheckpointError(
                 f"{self.run.path}/config.json was edited since the run began ({others[0].difference}): undo the "
-                f"changes there. What a resumed run may change, write behind --resume: {', '.join(CHANGEABLE)}"
+                f"changes there. A resumed run may change, written after --resume: {', '.join(CHANGEABLE)}"
             ) from cause
         if failures:
             listed = "\n  ".join(failures)

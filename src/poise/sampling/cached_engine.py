@@ -144,7 +144,7 @@ class _Batch:
         ).last_hidden_state[:, -1]
         self.cache.batch_select_indices(prompt_of)
         self.longest_prompt, self.prompt_lengths = ids.shape[1], real.sum(1)[prompt_of]  # (A,)
-        self.visible = real[prompt_of]  # (A, longest prompt + T) which keys are not padding
+        self.visible = real[prompt_of]  # (A, longest prompt + T) whether a key is not padding
         # With a mask of four dimensions, transformers need not build one. Models that run packed accept it; Falcon and
         # Bloom do not, because they compute ALiBi from a mask of two dimensions.
         self.full_mask = self.policy.packed and all(type(layer) is GrowingLayer for layer in self.cache.layers)
@@ -201,7 +201,7 @@ def supports(policy: Policy) -> bool:
     """Whether sampling with a cache gives the log-probabilities of one pass over prompt and response.
 
     The trial samples two responses each to prompts of different lengths. It shortens the model's sliding windows, so
-    that the responses are longer than them (``models.load_checks``).
+    that the responses exceed them (``models.load_checks``).
     """
     size = policy.head().vocabulary
     prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((4 % size,))]

@@ -11,7 +11,7 @@ from torch import Tensor
 from poise._lib.device import running_sum
 from poise._lib.errors import check_range
 
-_STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of splitmix64, as int64
+_STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's, as int64
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Sampling:
 
 
 def _invert(weights: Tensor, point: Tensor) -> Tensor:
-    """(n,) the column where each row's cumulative weight passes its point; never a column with weight 0.
+    """The column (n,) where each row's cumulative weight passes its point; never a column with weight 0.
 
     Sums are float64: in float32 they stop growing where weights are small, so improbable tokens could not be drawn.
     """

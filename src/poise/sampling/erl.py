@@ -222,7 +222,7 @@ class Erl:
         first = [sample for sample in samples if sample.role == FIRST]
         retried = [sample for sample in first if "readable" in sample.notes]
         judged = [sample for sample in retried if "second" in sample.notes]
-        if not first:  # ``drop_failed`` has removed all of them
+        if not first:  # ``drop_failed`` has removed all first attempts
             return {}
         metrics = {"first/success": fmean(sample.score.correct for sample in first)}
         if self.reflection:

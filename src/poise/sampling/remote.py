@@ -203,8 +203,8 @@ class _Calls:
             tried = time.monotonic() - start
             if self.stopped.is_set() or tried + pause > self.server.patience:
                 raise ReceiverError(
-                    f"the receiver at {where} gives no answer that can be used ({why}), for {tried:.0f} seconds: look "
-                    "at the server's log, start it again, and resume; patience=SECONDS waits longer, timeout=SECONDS "
+                    f"the receiver at {where} has given no usable answer ({why}) for {tried:.0f} seconds: look at "
+                    "the server's log, start it again, and resume; patience=SECONDS waits longer, timeout=SECONDS "
                     "allows slower answers"
                 )
             if not self.said.is_set():

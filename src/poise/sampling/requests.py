@@ -71,7 +71,7 @@ class Completion:
     """An engine's response to one request: n tokens, including the stop token. All tensors are on the host."""
 
     tokens: Tensor  # (n,) int64
-    logp: Tensor  # (n,) of softmax(logits / temperature), under the policy
+    logp: Tensor  # (n,) log softmax(logits / temperature), under the policy
     entropy: Tensor  # (n,)
     finished: bool  # ended by a stop token, not by the limit
     sampler_logp: Tensor | None = None  # (n,) as the engine computed them, if it rounds differently from the policy
@@ -146,7 +146,7 @@ class Session:
                 continue
             if request.continues not in self._dialogues:
                 raise ValueError(
-                    f"request {i} continues request number {request.continues}, which the call before did not keep: "
+                    f"request {i} continues request number {request.continues}, which the previous call did not keep: "
                     "set keep=True there"
                 )
             before = self._dialogues[request.continues]

@@ -1,4 +1,4 @@
-"""Plays many episodes at once with the policy. Trainer, evaluation and diagnose all sample through this class."""
+"""``Sampler`` plays many episodes at once with the policy. Trainer, evaluation and diagnose all sample through it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ POLICY = "policy"  # the name under which the policy's tokens are counted
 class Counts:
     """What a sampler has counted since ``Sampler.at`` made it."""
 
-    tokens: Counter[str] = field(default_factory=Counter)  # sampled, by the name of the model
+    tokens: Counter[str] = field(default_factory=Counter)  # sampled tokens, by the model's name
     # "continued": later turns that used kept keys; "reread": later turns that read their dialogue again; "too_long":
     # problems left out
     turns: Counter[str] = field(default_factory=Counter)
@@ -285,7 +285,7 @@ class _Game:
     problem: Problem
     episode: Episode
     messages: list[Message]  # the dialogue so far
-    opening: int  # how many of them the episode started with
+    opening: int  # the number of messages at the start of the episode
     prompt: Prompt
     room: int  # how many more tokens fit
     tools: Tools = ()
@@ -315,7 +315,7 @@ class _Game:
 
     def answer_to(self, tokens: list[int]) -> tuple[str, list[Message], Score | None]:
         """The text of a reply, the environment's answer to it, and the score if the episode has ended."""
-        prefix = [] if self.replies else self.tokens  # of the first reply
+        prefix = [] if self.replies else self.tokens  # the beginning of the first reply
         text = self.policy.decode([*self.prefill.tokens, *prefix, *tokens])
         # Decoding leaves out special tokens, so the text of the prefill is put in front again.
         text = self.prefill.opening + self.prefill.text + text.removeprefix(self.prefill.text)

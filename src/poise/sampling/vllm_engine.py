@@ -74,7 +74,7 @@ class VllmEngine:
             )
         if self._failed:
             raise ModelError("rollout.engine=vllm: vLLM has failed in this process and cannot be used again")
-        with same_random_numbers(self.policy.device):  # vLLM seeds them when it starts
+        with same_random_numbers(self.policy.device):  # vLLM seeds torch's when it starts
             return self._sample(requests, sampling, seed)
 
     def _sample(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> list[Completion]:
@@ -85,8 +85,7 @@ class VllmEngine:
         if need > room:
             raise ModelError(
                 f"a prompt of {len(request.prompt.tokens)} tokens and rollout.max_tokens={request.max_tokens} are more "
-                f"than the {room} that vLLM has room for: that is the model's own limit, or what rollout.vllm_memory "
-                "holds"
+                f"than the {room} tokens that vLLM can hold: this is the limit of the model or of rollout.vllm_memory"
             )
         self._failed = True  # half of the weights may be old ones if this is interrupted
         self._push()

@@ -118,6 +118,6 @@ def check_same_data(task: Task, folder: RunFolder) -> None:
         folder.write_json("data.json", {"fingerprint": fingerprint})
     elif not isinstance(saved, dict) or saved.get("fingerprint") != fingerprint:
         raise TaskError(
-            f"the data in {task.source if isinstance(task, Data) else getattr(task, 'file', task.name)} are not those "
-            f"that the run in {folder.path} began with: put them back, or begin another run=DIR"
+            f"the data in {task.source if isinstance(task, Data) else getattr(task, 'file', task.name)} differ "
+            f"from the data with which the run in {folder.path} began: put them back, or begin another run=DIR"
         )

@@ -44,7 +44,7 @@ class Settings(Group):
     jobs: Annotated[Whole, Field(ge=1, le=1024)] | None = None  # runs in parallel; None: depends on the device
     threads: Annotated[Whole, Field(ge=1, le=1024)] = 1  # per run on a CPU
     hours: Annotated[Real, Field(gt=0)] = inf  # no run starts after this time
-    retries: Annotated[Whole, Field(ge=0, le=100)] = 0  # of failed runs
+    retries: Annotated[Whole, Field(ge=0, le=100)] = 0  # how often a failed run is repeated
     keep: Literal["models", "results"] = "models"  # models: keep each run's newest checkpoint
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = tuple(range(10))
     tune: Annotated[Whole, Field(ge=0, le=MOST_SEEDS)] = 0
@@ -71,7 +71,7 @@ class Settings(Group):
     def _speed_has_its_settings(self) -> Self:
         for key in self.model_fields_set & {"longer", "margin"} if self.measure != "speed" else ():
             value = short(getattr(self, key))
-            raise ValueError(f"{key} = {value}: it belongs to the speed of arms; ask for measure=speed")
+            raise ValueError(f"{key} = {value}: this setting needs measure=speed")
         return self
 
 

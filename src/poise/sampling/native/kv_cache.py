@@ -309,7 +309,7 @@ class SharedPromptCache(KVCache):
         return torch.lerp(over_prompt, over_response.view_as(over_prompt), share).to(query.dtype)
 
     def _by_group(self, x: Tensor, key_heads: int) -> Tensor:
-        """(n, H, D) to (groups · G, rows of a group · H / G, D)."""
+        """Reshape (n, H, D) to (groups · G, rows of a group · H / G, D)."""
         rows = x if self.members is None else x.index_select(0, self.members)
         parts = rows.reshape(self.groups, self.largest_group, key_heads, -1, x.shape[-1]).transpose(1, 2)
         return parts.reshape(self.groups * key_heads, -1, x.shape[-1])

@@ -41,7 +41,7 @@ def _valid_text(value: str) -> str:
 LARGEST = 2**31 - 1  # so that counts and seeds fit into 32 bits
 Whole = Annotated[int, BeforeValidator(_number), Field(ge=-LARGEST, le=LARGEST)]
 Real = Annotated[float, BeforeValidator(_number)]
-TokenCount = Annotated[int, BeforeValidator(_number), Field(ge=1, le=2**53)]  # larger floats would not be exact
+TokenCount = Annotated[int, BeforeValidator(_number), Field(ge=1, le=2**53)]  # floats above this are not exact
 Count = Annotated[Whole, Field(ge=1)]
 CountOrZero = Annotated[Whole, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_valid_text)]

@@ -192,7 +192,7 @@ def _warnings(recording: Recording, last: int) -> list[dict[str, Any]]:
     place = str(recording.path / warnings.FILE)
     rows = [asdict(warning) for warning in warnings.parse(recording.json(warnings.FILE), place)]
     diverged = recording.json("diverged.json")
-    if isinstance(diverged, dict) and type(step := diverged.get("step")) is int and step > last:  # not past it yet
+    if isinstance(diverged, dict) and type(step := diverged.get("step")) is int and step > last:  # no later step
         rows.append({"step": step, "what": f"The run diverged: {diverged.get('why')}.", "remedy": REMEDY})
     if was_changed(recording.json("summary.json")):
         rows.append({"step": 0, "what": CHANGED, "remedy": REWRITE})
