@@ -47,7 +47,7 @@ class VllmEngine:
     policy.
     """
 
-    started: ClassVar[int] = 0  # in this process
+    started: ClassVar[int] = 0  # how often vLLM was started in this process
 
     def __init__(
         self, policy: Policy, batch: int = 0, memory: float = VLLM_MEMORY, micro_tokens: int | None = None
