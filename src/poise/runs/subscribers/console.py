@@ -48,7 +48,7 @@ class _Lasting:
     """A stream that never raises an error. If its reader has gone (``poise train | head -1``), the run continues."""
 
     def __init__(self, file: TextIO | None) -> None:
-        self._file = io.StringIO() if file is None else file  # None: standard output was closed before poise started
+        self._file = io.StringIO() if file is None else file  # None: the stream was closed before poise started
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
