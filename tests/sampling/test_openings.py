@@ -177,7 +177,7 @@ def test_a_thought_that_would_be_opened_twice_is_refused(policy, tmp_path):
         build_sampler(load("demo", ["task.prefill=<think>"]), opening_think(policy), notes.append)
     (tmp_path / "rows.jsonl").write_text('{"question": "What?", "answer": "5"}\n' * 9)
     data = ["task.name=data", f"task.file={tmp_path}/rows.jsonl", "task.reward=format(opened=True)"]
-    with pytest.raises(TaskError, match=r"format\(opened=True\).*leave opened out"):
+    with pytest.raises(TaskError, match=r"format\(opened=True\).*remove opened"):
         build_sampler(load("grpo", data), opening_think(policy), notes.append)
     silent = opening_think(policy)
     silent.tokenizer.chat_template = "{% for message in messages %}<|user|>{{ message.content }}<|end|>{% endfor %}"

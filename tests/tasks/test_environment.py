@@ -199,7 +199,7 @@ def untold(self, far: int) -> str:
         (lambda: 1 / 0, "the factory failed: ZeroDivisionError"),
         (3, "must be a class or function, got 3"),
         ("nothing.here.Env", "there is no module"),
-        ("os.getcwd", "is not an environment: give a class"),
+        ("os.getcwd", "is not an environment: name a class"),
         ("subprocess.Popen", "is not an environment"),
         ("shutil.rmtree", "is not an environment"),
         ("poise.tasks.get", "is not an environment"),

@@ -97,7 +97,7 @@ class TestRuns:
         config = make(tmp_path, *CUT, "checkpoint_every=3")
         trainer.train(config)
         out = capsys.readouterr().out
-        assert out.count("warning after step 5: 100% of the last responses were cut off at rollout.max_tokens=3") == 1
+        assert out.count("warning after step 5: 100% of recent responses were cut off at rollout.max_tokens=3") == 1
         assert "Raise rollout.max_tokens (to 6, say)" in out
         folder = RunFolder.open(config.run, resume=False)
         assert [(warning.name, warning.step) for warning in warnings.read(folder)] == [("cut-off", 5)]

@@ -94,7 +94,7 @@ def _evaluate(config: Config, show: int) -> dict[str, Any]:
         with Stopper(note) as stopper, stopper.at_once():
             result = held_out(sampler, config, _report_progress)
     except KeyboardInterrupt:
-        note("stopped before the last problem: there is no result; the same command starts again")
+        note("stopped before the last problem: there is no result; run the command again to start over")
         raise
     summary = result.summary()
     with Console(0) as console:

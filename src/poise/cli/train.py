@@ -26,7 +26,7 @@ def train(
     trust: Trust = False,
     trust_changed: TrustChanged = False,
 ) -> None:
-    """Train a model. Without a recipe this is the demo: the embedded model, on any laptop.
+    """Train a model. Without a recipe this runs the demo: it trains poise's own small model, on any laptop.
 
     RECIPE is the name of a shipped recipe or a YAML file. If you name a model but no recipe, poise uses defaults for
     pretrained models, and you must name the task: `task.name=…` (see `poise tasks`), `data=FILE reward=…`, or

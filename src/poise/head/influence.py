@@ -109,7 +109,7 @@ class _Group(NamedTuple):
 
 
 def _sums(head: Head, group: _Group, self_inclusive: bool, form: Form, block: int | None) -> Tensor:
-    """(N,) the tokens' scores. For a correct response only their sum is valid: the linear form computes no more."""
+    """(N,) the tokens' scores. For a correct response, use only the sum: the linear form puts it at one token."""
     if form == "auto":
         form = cheaper_form(sum(group.lengths), group.hidden.shape[1])
     block = block or default_block(group.hidden.device, len(group.hidden), head.vocabulary)

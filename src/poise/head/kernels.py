@@ -50,7 +50,7 @@ def _clipped(ratio, advantage, low, high, dual):
 
 @triton.jit
 def _pull(gap):
-    """k3 of a gap to a target, and its derivative by the gap."""
+    """k3 of a gap to a target, and its derivative with respect to the gap."""
     near = tl.minimum(tl.maximum(gap, -5.0), 5.0)
     inverse = tl.exp(-near)
     slope = tl.where((tl.abs(gap) <= 5) & (inverse - 1 + gap <= 10), 1 - inverse, 0.0)

@@ -40,7 +40,10 @@ def objective_gradient(product: Tensor, targets: Tensor, head: Head, parts: Term
 def upstream_gradient(
     product: Tensor, targets: Tensor, head: Head, grad_logp: Tensor, grad_entropy: Tensor | None
 ) -> None:
-    """Overwrite ``product`` (N, V) with the gradient at ``W h``, from the gradients (N,) of its two outputs."""
+    """Overwrite ``product`` = ``W h`` (N, V) with its gradient.
+
+    ``grad_logp`` and ``grad_entropy`` (N,) are the gradients of the log-probability and the entropy.
+    """
     with torch.enable_grad():
         leaf = product.to(grad_logp.dtype).detach().requires_grad_()
         logp, entropy = _logp_entropy(leaf, targets, head, with_entropy=grad_entropy is not None)

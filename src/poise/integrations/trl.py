@@ -363,7 +363,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return {name: sum(values) / len(values) for name, values in by_name.items()}
 
     def _start(self) -> None:
-        """Prepare for training, which always begins with new rollouts, also when it is resumed or started again."""
+        """Prepare for training. It always begins with new rollouts, even if it is resumed or started again."""
         wants = self._poise.demands
         check_start(self.args, self.state, wants, self._regulator_name)
         method = describe(self.regulator)

@@ -176,7 +176,7 @@ def _fault(bench: _Bench, *, kl: bool) -> str | None:
 
 
 def _differ(gradient: Tensor, expected: Tensor, largest: Tensor | None = None) -> bool:
-    """Whether the gradients differ by more than rounding in some response."""
+    """Whether the gradients of any response differ by more than rounding."""
     largest = expected.abs() if largest is None else largest
     allowed = TOLERANCE * largest.amax((0, 2)) + 1e-6 * largest.max()
     return not bool(((gradient - expected).abs().amax((0, 2)) <= allowed).all())  # NaN counts as different

@@ -125,9 +125,9 @@ def check_config(config: Any, regulator: Regulator, wants: Demands, name: str) -
 
 
 def check_linear(function: Any, config: Any, base: str, mode: str) -> None:
-    """Raise an error unless a weight on a token's advantage weights exactly that token's term, for random tokens.
+    """Raise an error unless a weight on a token's advantage scales that token's loss term and no other's.
 
-    Our tests cover verl's own losses; this check is for losses that users register.
+    The check uses random tokens. Our tests cover verl's own losses; this check is for losses that users register.
     """
     random = torch.Generator().manual_seed(0)
     old = -torch.rand(2, 3, generator=random, dtype=torch.float64) - 0.1

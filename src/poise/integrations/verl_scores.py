@@ -238,7 +238,7 @@ class ScoringWorker(TrainingWorker):  # type: ignore[misc]
 
 
 class ScoringActorWorker(ActorRolloutRefWorker):  # type: ignore[misc]
-    """verl's worker of actor, rollout and reference, with an actor that scores."""
+    """verl's combined actor, rollout and reference worker; its actor also computes scores."""
 
     actor_worker_cls = ScoringWorker
 

@@ -99,7 +99,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             use_scoring_workers(self.role_worker_mapping)
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """verl's method. A regulator that reads hidden states gets its scores from the same pass."""
+        """Override verl's method: a regulator that reads hidden states gets its scores from the same pass."""
         if not scorers(self.regulator):
             return super()._compute_old_log_prob(batch, metrics)
         scoring_batch = request(batch, self._processes(), self._regulator_name, self._correct_at)

@@ -141,7 +141,7 @@ class JoinedLinear(NamedTuple):
         return product if self.adapters is None else self.adapters.add_to(product, x)
 
     def covers(self, layers: Sequence[Any]) -> bool:
-        """Whether the layers' weights are still side by side here. Moving a model to a device separates them."""
+        """Whether these layers' weights still share this layer's memory. Moving a model to a device separates them."""
         parts, adapters = adapted_parts(layers), self.adapters
         if parts != (adapters.parts if adapters else []):
             return False

@@ -1,4 +1,4 @@
-"""Trials of a model's weights, head and packed passes at load, so that poise does not train a model wrongly.
+"""Trials of a model's weights, head and packed passes at load: they reject models that poise would train wrongly.
 
 Trials use a few tokens. A sliding window of 4,096 tokens would have no effect on them, and a trial of 4,097 tokens
 would take a large model minutes on a CPU. So sliding windows shrink to a few tokens while a trial runs, in both places

@@ -240,7 +240,7 @@ def _pieces(prompt_B: Tensor, prompt_length_P: Tensor, response_length_B: Tensor
 
 
 def _places(pieces: _Pieces, prompt_B: Tensor, prompt_length_P: Tensor, response_length_B: Tensor) -> Tensor:
-    """(N,) the packed token before each response token: the prompt's last one, or the response token before it."""
+    """(N,) the packed position before each response token: the prompt's last token or the previous response token."""
     prompt_start_P = pieces.start[pieces.is_prompt]
     response_start_B = torch.empty_like(response_length_B)
     response_start_B[pieces.row[~pieces.is_prompt]] = pieces.start[~pieces.is_prompt]

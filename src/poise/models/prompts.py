@@ -110,7 +110,7 @@ def encode_next(
 
 
 def opened(tokenizer: Any) -> str:
-    """The text with which the template begins every reply: ``<think>`` and blanks if it opens a thought, else ""."""
+    """How the template begins every reply: ``<think>`` and whitespace if it opens a thinking block, else ""."""
     match = re.search(r"<think>\s*\Z", _turn(tokenizer)) if tokenizer.chat_template else None
     return match[0] if match else ""
 

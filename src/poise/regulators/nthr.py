@@ -48,10 +48,11 @@ class NTHR(Scorer):
             check_range("nthr", "eta", self.eta, 0.0, 1e6)
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """One phase; the KL weights are 1. It reports the shares of incorrect tokens flagged and of groups scored.
+        """One phase; the KL weights are 1.
 
-        A row that is alone in its group keeps its weight, and neither share counts it. ``tokens["nthr"]`` of the phase
-        has s⁻ for the tokens of incorrect responses, NaN elsewhere.
+        Its metrics are the share of incorrect responses' tokens that are flagged, and the share of groups that are
+        scored. A response that is alone in its group has weight 1 and counts in neither share. ``tokens["nthr"]`` of
+        the phase has s⁻ for the tokens of incorrect responses, NaN elsewhere.
         """
         plan = self._plan(batch)
         return self._phases(batch, plan, _scores(batch, plan.scored, self.self_inclusive) if plan.scored else None)

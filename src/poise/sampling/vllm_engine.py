@@ -38,8 +38,8 @@ class VllmEngine:
 
     Therefore ``Completion.logp`` and ``entropy`` come from a forward pass of the policy over the responses, and
     ``sampler_logp`` comes from vLLM; importance weights correct the difference. With ``top_p`` or ``top_k``, vLLM
-    reports probabilities among the remaining tokens. They cannot be compared with the policy's, so ``sampler_logp`` is
-    None.
+    renormalises its probabilities over the remaining tokens. They cannot be compared with the policy's, so
+    ``sampler_logp`` is None.
 
     vLLM starts at the first call. Every call copies the weights to vLLM: this is far cheaper than sampling, and needs
     no dirty-tracking. ``batch`` is the maximum number of responses decoded together; with 0 vLLM decides. ``memory`` is
@@ -194,8 +194,8 @@ class VllmEngine:
         if not gap <= (0.2 if half else 1e-2):
             second = "vLLM was started in this process before: begin a new process, or " * (VllmEngine.started > 1)
             raise ModelError(
-                f"rollout.engine=vllm: the log-probabilities of {name} in vLLM are {gap:.3g} off on average, so it "
-                f"does not run the same model; {second}use rollout.engine=auto or transformers"
+                f"rollout.engine=vllm: for {name}, vLLM's log-probabilities differ from the policy's by {gap:.3g} on "
+                f"average, so vLLM does not run the same model; {second}use rollout.engine=auto or transformers"
             )
         self._failed = False
 

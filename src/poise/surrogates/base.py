@@ -131,7 +131,7 @@ def k3(gap: Tensor) -> Tensor:
 
 
 def outside(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """The tokens that the clip holds back below its lower and above its upper bound."""
+    """Two masks: the tokens that the clip holds back at its lower and at its upper bound."""
     ratio = log_ratio.exp()
     return (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
 

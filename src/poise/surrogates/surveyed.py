@@ -140,7 +140,7 @@ class LpReg(Surrogate):
 
 
 def largest(values: Tensor, allowed: Tensor, count: int, batch: TokenBatch, dtype: torch.dtype) -> Tensor:
-    """(B, T): 1 at the ``count`` largest allowed ``values``, else 0. ``values`` lists the response tokens by row."""
+    """(B, T): 1 at the ``count`` largest allowed ``values``, else 0. ``values`` has one entry per response token."""
     count = min(count, int(allowed.sum()))
     places = torch.where(allowed, values, -torch.inf).topk(count).indices
     selected = torch.zeros_like(values, dtype=dtype).index_fill_(0, places, 1.0)

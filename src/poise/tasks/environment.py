@@ -165,7 +165,7 @@ def _load(path: str) -> Callable[[], Any]:
         package = str(getattr(factory, "__module__", "")).partition(".")[0]
         fits = inspect.isfunction(factory) and package != "poise" and package not in sys.stdlib_module_names
     if not fits:
-        raise TypeError(f"{path!r} is not an environment: give a class with a method reset, or a function of your own")
+        raise TypeError(f"{path!r} is not an environment: name a class with a reset method, or your own function")
     return factory
 
 

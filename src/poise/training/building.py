@@ -171,7 +171,7 @@ def check_beginning(task: Task, policy: Policy, prefill: str, note: Callable[[st
         raise TaskError(f"task.prefill={prefill!r}: the model's chat template opens <think> already: leave the tag out")
     rewards = task.rewards.specs if isinstance(task, Data) else []
     if "<think>" in tag + prefill and any(getattr(spec.reward, "opened", False) for spec in rewards):
-        raise TaskError("format(opened=True): the replies that rewards read begin with <think> here: leave opened out")
+        raise TaskError("format(opened=True): the replies that rewards read already begin with <think>: remove opened")
     if tag:
         note("the chat template opens <think>: rewards and tasks read replies with that tag in front")
     if starts_no_turn(policy.tokenizer):

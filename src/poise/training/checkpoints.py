@@ -88,7 +88,7 @@ class Checkpoints:
         def read(path: Path) -> State:
             saved = load_file(path / "parameters.safetensors", device=device)
             if saved.keys() != parameters.keys():
-                raise ValueError("the checkpoint is of another model")
+                raise ValueError("the checkpoint belongs to a different model")
             state = load_file(path / "optimizer.safetensors", device=device)
             restore_optimizer(self.optimizer, parameters.items(), state)
             with torch.no_grad():

@@ -95,7 +95,7 @@ class Processes:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Within this context, new Python processes do not import files in the current folder, which may hide libraries."""
+    """New Python processes started inside do not import from the current folder, whose files may shadow libraries."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:

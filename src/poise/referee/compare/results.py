@@ -162,7 +162,7 @@ def result_of(folder: str | Path) -> RunResult | None:
         return None
     except ValueError as error:
         remedy = "" if isinstance(error, DamagedError) else f": {COPY}"
-        raise DamagedError(f"{error}{remedy}, or move {folder} away: the same command trains it again") from None
+        raise DamagedError(f"{error}{remedy}, or move {folder} away and run the command again to retrain it") from None
     return None if result.state == "unfinished" else result
 
 

@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 
 class RunRecording:
-    """The recorded responses of a run, by step, and its other data."""
+    """A run's recorded responses by step, and its metrics and JSON files."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.path = folder, folder.path

@@ -80,7 +80,7 @@ def finished(config: Config, folder: RunFolder, *, quiet: bool = False) -> dict[
         summary = folder.read_json("summary.json")
         if was_changed(summary):
             with Console(0, quiet=quiet) as console:
-                console.note(f"{folder.path}/summary.json was changed after the run wrote it: it is measured again")
+                console.note(f"{folder.path}/summary.json was changed after the run wrote it: evaluating again")
         if not step or not isinstance(summary, dict) or summary.get("steps") != step or was_changed(summary):
             return None
         CheckpointFiles(folder).verify(step)

@@ -182,7 +182,7 @@ TABLE = (
     Entry(
         "cut-off",
         _cut_off,
-        lambda run: f"{1 - _mean(run.last('rollout/finished')):.0%} of the last responses were cut off at "
+        lambda run: f"{1 - _mean(run.last('rollout/finished')):.0%} of recent responses were cut off at "
         f"rollout.max_tokens={run.config.rollout.max_tokens}, before they could answer.",
         lambda run: f"Raise rollout.max_tokens (to {2 * run.config.rollout.max_tokens}, say), or ask for shorter "
         "answers in the prompt. A model without a chat template or an end token (eos_token_id in its "
@@ -205,8 +205,8 @@ TABLE = (
         _no_spread,
         lambda run: f"In the last {run.few} steps nearly all groups had equal rewards: their advantages are 0, and "
         "nothing is learned from them.",
-        lambda run: "Take problems that the model solves sometimes but not always. If few are right, also raise group= "
-        f"(from {run.config.group} to {2 * run.config.group}, say) or rollout.temperature= "
+        lambda run: "Choose problems that the model solves sometimes but not always. If few are right, also raise group"
+        f"= (from {run.config.group} to {2 * run.config.group}, say) or rollout.temperature= "
         f"(now {run.config.rollout.temperature:g}). If all are right from the start, check that the reward does not "
         "accept wrong answers.",
         ("entropy",),
@@ -222,8 +222,8 @@ TABLE = (
         "rounding",
         _held_unmoved,
         lambda run: f"{_mean(run.last('optim/held_unmoved')):.0%} of the tokens are held back before a batch's first "
-        f"optimizer step (objective.surrogate={run.config.objective.surrogate}): sampling and training differ by more "
-        "than its bounds, by rounding alone.",
+        "optimizer step: by rounding alone, the probabilities in sampling and training differ by more than the bounds "
+        f"of objective.surrogate={run.config.objective.surrogate}.",
         lambda _: "Set rollout.old_logp=recomputed or dtype=float32, or widen the bounds of the surrogate.",
     ),
     Entry(

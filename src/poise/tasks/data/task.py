@@ -39,18 +39,18 @@ class Data:
     """Your own questions from a file, and a reward function that scores the answers.
 
     ``file`` is a file (jsonl, json, csv or parquet), a folder that ``datasets`` saved, or a hub id; in Python also a
-    table of ``datasets``, a list of dicts, or anything with a length and an index. A list of data sets, each with a
-    ``name`` and optionally a ``weight``, is a mixture. ``config`` and ``split`` choose the data to train on,
-    ``test_split`` the held-out split: by default ``test`` or ``validation`` if there is one; ``off``: none.
-    ``streaming`` reads a large set during training, and shuffles it in blocks of ``buffer`` rows. ``test_file`` is a
-    data set of held-out problems. Without it and without a test split, the share ``held_out`` is held out, by a hash of
-    the question.
+    ``datasets.Dataset``, a list of dicts, or any object with ``len()`` and indexing. A list of data sets, each with a
+    ``name`` and optionally a ``weight``, is a mixture. ``config`` and ``split`` choose the training data.
+    ``test_split`` chooses the held-out split: by default ``test`` or ``validation``, if the data set has one; with
+    ``off``, no test split is used. ``streaming`` reads a large set during training, and shuffles it in blocks of
+    ``buffer`` rows. ``test_file`` is a data set of held-out problems. Without it and without a test split, the share
+    ``held_out`` of the training data is held out, chosen by a hash of the question.
 
     ``reward`` is the name of a built-in reward, ``file.py:name``, a dotted path, or a list of these, with
     ``reward_weights`` (default: 1 each). A call that hangs is cut off after ``reward_timeout`` seconds; with
     ``reward_quick`` rewards run in the trainer's own process, where nothing can cut them off. ``question`` and
-    ``answer`` name columns, or lists of columns, of which the first that a data set has is used; without them, poise
-    looks for common names. The reward gets all columns. ``difficulty`` is a column: accuracy is shown for each of its
+    ``answer`` name a column, or several, of which poise uses the first that a data set has; without them, poise looks
+    for common names. The reward gets all columns. ``difficulty`` is a column: accuracy is shown for each of its
     values. ``system`` is a system message before the question. ``template`` is the user's message, in which
     ``{question}``, or any other column in braces, is replaced by the column's value.
     """

@@ -1,11 +1,11 @@
 """Statements and their solutions.
 
 A statement is a nested tuple, as in the public set: ``("telling-truth", i)``, ``("lying", i)``, ``("not", s)`` and
-``("and" | "or" | "->" | "<=>", s, s)``. A puzzle's statements are one per person, in speaking order.
+``("and" | "or" | "->" | "<=>", s, s)``. A puzzle has one statement per person, in speaking order.
 
 Everything here works on truth tables. With n people there are 2ⁿ assignments; bit i of the number a says whether person
-i is a knight in assignment a. A truth table is one Python integer whose bit a is the truth in assignment a, so that a
-connective is one operation on integers, whatever n is.
+i is a knight in assignment a. A truth table is one Python integer: bit a is the truth value in assignment a. A
+connective is then one integer operation, whatever n is.
 """
 
 from __future__ import annotations

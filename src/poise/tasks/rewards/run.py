@@ -145,9 +145,10 @@ class Rewards(AbstractContextManager["Rewards"]):
         environments: Sequence[Any] | None = None,
         reported: dict[str, list[float]] | None = None,
     ) -> list[Grade]:
-        """One grade per completion. ``columns`` are the data's, with one value per row; ``ids`` name rows in messages.
+        """One grade per completion. ``columns`` holds the data's columns, one value per completion.
 
-        Values that the rewards report with ``log_metric`` are added to ``reported``, by name.
+        ``ids`` are the rows' names in messages. Values that the rewards report with ``log_metric`` are added to
+        ``reported``, by name.
         """
         texts = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         shared = {**texts, **{name: values for name, values in columns.items() if name not in RESERVED}}

@@ -84,7 +84,7 @@ PLACEHOLDER = re.compile(r"\s*\{\w+\}")  # a placeholder of a template; a group 
 
 
 def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | None = None) -> Document:
-    """The document of ``key=value`` texts.
+    """Parse ``key=value`` strings into a document.
 
     ``short_keys`` maps each key that may be written without its group to its dotted key.
     """
@@ -181,7 +181,7 @@ def _flat_data(document: Document) -> Document:
 
 
 class YamlError(ValueError):
-    """A text that cannot be read as YAML. ``line`` counts from 1; it is 0 if the line is unknown."""
+    """Text that cannot be read as YAML. ``line`` counts from 1; it is 0 if the line is unknown."""
 
     def __init__(self, reason: str, line: int = 0) -> None:
         super().__init__(reason)
