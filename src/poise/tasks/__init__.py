@@ -1,6 +1,6 @@
-"""Tasks: problems and their verifiers. One table maps the names to the classes.
+"""Tasks: problems and their verifiers. The table ``TASKS`` maps names to classes.
 
-Settings name a task by its name in the table (``kk``), by a prefix and a name (``rg/chain_sum``), or by the path of
+Settings refer to a task by its name in the table (``kk``), by a prefix and a name (``rg/chain_sum``), or by the path of
 the user's own class (``file.py:Mine``, ``package.module.Mine``).
 """
 
@@ -99,18 +99,18 @@ __all__ = [
 
 
 def names() -> list[str]:
-    """The task names that ``get`` accepts, prefixes included."""
+    """Return the task names that ``get`` accepts, including prefixes."""
     return [*TASKS, *(f"{prefix}/NAME" for prefix in PREFIXES)]
 
 
 def task(thing: C) -> C:
-    """Mark a task class, or a function that returns a task, so that settings may name it.
+    """Mark a task class, or a function that returns a task, so that settings can refer to it by name.
 
     >>> @poise.task
     ... def easy(size: int = 3):
     ...     return Mine(size=size, hints=True)
 
-    Then ``task.name=mymodule.easy task.size=4`` finds it. A class needs no mark if it has ``problems`` and one of
+    Then ``task.name=mymodule.easy task.size=4`` uses this task. A class needs no mark if it has ``problems`` and one of
     ``score``, ``score_all`` and ``episode``.
     """
     return _user_code.mark("task", thing)
@@ -145,17 +145,17 @@ _SHORT_FORMS = {"file": ", the path of the data", "factory": ", or environment=f
 
 
 def settings_of(name: str) -> list[str]:
-    """The settings of the task ``name``."""
+    """Return the names of the settings of the task ``name``."""
     return list(signature(_maker(name)).parameters)
 
 
 def settings_hint(name: str) -> str:
-    """A hint for the message about a setting that the task does not take."""
+    """Return a hint for the error message about a setting that the task does not have."""
     return _user_code.forgotten_dataclass(_maker(name))
 
 
 def unknown_settings(name: str, settings: Iterable[str]) -> list[str]:
-    """The entries of ``settings`` that the task ``name`` does not have."""
+    """Return the entries of ``settings`` that the task ``name`` does not have."""
     allowed: Mapping[str, Parameter] = signature(_maker(name)).parameters
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in allowed.values()):
         return []
@@ -163,7 +163,7 @@ def unknown_settings(name: str, settings: Iterable[str]) -> list[str]:
 
 
 def _maker(name: str) -> Callable[..., Any]:
-    """The class or function that builds the task ``name`` from its settings."""
+    """Return the class or function that builds the task ``name`` from its settings."""
     if not isinstance(name, str):
         raise TypeError(f"task.name = {short(name)}: must be text, the name of a task ({', '.join(names())})")
     if name in TASKS:

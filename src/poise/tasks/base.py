@@ -1,7 +1,7 @@
 """Tasks: an endless, seeded stream of problems, and a verifier that scores any text as a response.
 
-This module has the types and protocols, and checks of a task's settings. ``streams.py`` draws problems, ``episodes.py``
-runs and scores attempts at them.
+This module defines the types and protocols, and checks a task's settings. ``streams.py`` draws problems;
+``episodes.py`` runs and scores attempts at them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_REWARD = "no reward applies to it"  # a value of ``Score.failed`` that does n
 
 @dataclass(frozen=True)
 class Problem:
-    """One question. ``data`` has all that the verifier needs, in values that JSON can represent."""
+    """One question. ``data`` holds everything that the verifier needs, as JSON-serializable values."""
 
     id: str
     prompt: str
@@ -35,35 +35,36 @@ class Problem:
 class Score:
     """The verifier's score of one response. Training uses ``reward``, evaluation counts ``correct``.
 
-    ``answer`` is the answer in a canonical form, so that equal answers can be counted; None if it cannot be read.
+    ``answer`` is the response's answer in a canonical form, so that equal answers can be counted. It is None if the
+    response has no readable answer.
     """
 
     reward: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)  # the terms that add up to the reward
     answer: str | None = None
-    failed: str | None = None  # why there is no score, in words; training then skips the attempt
+    failed: str | None = None  # the reason if there is no score; training then skips the attempt
 
 
-Message = dict[str, str]  # {"role": …, "content": …}, as chat templates take them
+Message = dict[str, str]  # {"role": …, "content": …}, as chat templates expect it
 
 
 class Episode(Protocol):
-    """One attempt at one problem, in one turn or several.
+    """One attempt at one problem, in one or more turns.
 
-    An episode may have ``feedback() -> str``, which describes the result in words: see ``episodes.feedback_on``.
+    An episode may define ``feedback() -> str``, which describes the result in words; see ``episodes.feedback_on``.
     """
 
     def start(self) -> list[Message]:
-        """The first messages that the model reads."""
+        """Return the first messages that the model reads."""
         ...
 
     def step(self, reply: str) -> list[Message]:
-        """The environment's messages after a reply; an empty list ends the episode. ``reply`` is untrusted."""
+        """Return the environment's messages after a reply; an empty list ends the episode. ``reply`` is untrusted."""
         ...
 
     def score(self) -> Score:
-        """The score of the episode. poise calls this once, after the episode has ended or has been cut off."""
+        """Return the score of the episode. poise calls this once, after the episode has ended or has been cut off."""
         ...
 
 
@@ -74,19 +75,19 @@ class Attempt:
     problem: Problem
     episode: Episode
     prompt: list[Message]  # the first messages that the model read
-    completion: list[Message]  # its replies, and the environment's messages between them
+    completion: list[Message]  # the model's replies, and the environment's messages between replies
     completion_ids: list[int]  # the tokens of the completion
     progress: TrainerState = field(default_factory=TrainerState)  # the run's progress
     reported: dict[str, list[float]] = field(default_factory=dict)  # collects the rewards' reported values, by name
 
 
 class Task(Protocol):
-    """What every task must have. If a task has ``concurrent = True``, poise may score responses while it samples.
+    """The interface of a task. If a task has ``concurrent = True``, poise may score responses while it samples.
 
-    A task of several turns has ``episode(problem) -> Episode`` instead of ``score`` (with ``one_turn = True`` if the
-    first reply always ends the episode). A task that scores many attempts in one call has ``score_all`` (see
-    ``ScoresTogether``), and a task with a fixed set of problems has ``epoch`` (see ``Finite``). If a task has
-    ``pure_start = True``, poise may start episodes just to measure their prompts.
+    A task with several turns defines ``episode(problem) -> Episode`` instead of ``score``, and sets ``one_turn = True``
+    if the first reply always ends the episode. A task that scores many attempts in one call defines ``score_all`` (see
+    ``ScoresTogether``). A task with a fixed set of problems defines ``epoch`` (see ``Finite``). If a task has
+    ``pure_start = True``, poise may start episodes only to measure their prompts.
     """
 
     @property
@@ -95,11 +96,11 @@ class Task(Protocol):
         ...
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """An endless stream of problems. It depends only on split and seed; no problem is in both splits."""
+        """Yield problems without end. They depend only on ``split`` and ``seed``; no problem is in both splits."""
         ...
 
     def score(self, problem: Problem, text: str) -> Score:
-        """Score a response. ``text`` is untrusted: any text gets a score, in time linear in its length."""
+        """Score a response. ``text`` is untrusted: score any text, in time linear in its length."""
         ...
 
 
@@ -108,7 +109,7 @@ class ScoresTogether(Protocol):
     """A task that scores all finished attempts in one call, because its reward functions take batches."""
 
     def score_all(self, attempts: Sequence[Attempt]) -> Sequence[Score]:
-        """A score for each attempt, in their order."""
+        """Return one score per attempt, in the order of ``attempts``."""
         ...
 
 
@@ -117,19 +118,19 @@ class Finite(Protocol):
     """A task with a fixed set of problems."""
 
     def epoch(self, split: Split, seed: int, number: int) -> Sequence[Problem]:
-        """All problems of a split in the order of one epoch. The same arguments give the same order."""
+        """Return all problems of a split, in the order of one epoch. The same arguments return the same order."""
         ...
 
 
 class TaskError(UserError, RuntimeError):
-    """A task breaks the contract of ``Task``."""
+    """A task violates the contract of ``Task``."""
 
 
 # Settings
 
 
 def sizes(owner: str, name: str, value: int | str | Sequence[int], low: int, high: int) -> tuple[int, ...]:
-    """The whole numbers in a setting such as ``5``, ``(3, 4)`` or ``"3-7"``, each from ``low`` to ``high``."""
+    """Parse a setting such as ``5``, ``(3, 4)`` or ``"3-7"`` into whole numbers, each from ``low`` to ``high``."""
     numbers: int | Sequence[int]
     if not isinstance(value, str):
         numbers = value
@@ -151,7 +152,7 @@ def _texts(value: Any) -> bool:
 
 
 def _switch(value: Any) -> bool:
-    """Whether a value is a boolean, Python's or numpy's, or 1 or 0, as in old YAML files."""
+    """Whether a value is a Python or numpy boolean, or 1 or 0, as in old YAML files."""
     return not hasattr(value, "__len__") and value in (0, 1)
 
 
@@ -165,10 +166,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_kinds(name: str, maker: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Raise if a setting that takes text, a boolean or a list of texts has a value of another type.
+    """Raise an error if a setting for text, a boolean or a list of texts has a value of another type.
 
-    Otherwise the task would fail in the middle of a run, or treat ``slippery=no-thanks`` as true. The task itself
-    checks numbers, because it knows their range, and settings with any other annotation.
+    Without this check, the task would fail in the middle of a run, or treat ``slippery=no-thanks`` as true. The task
+    itself checks numbers, because it knows their ranges, and settings with any other annotation.
     """
     parameters = signature(maker).parameters
     for key, value in settings.items():

@@ -1,7 +1,6 @@
 """Episodes: begin an attempt at a problem, check the environment's messages, and score the attempt.
 
-A task may be the user's code: an exception in it becomes an error that names the task, the problem, the file and the
-line.
+A task may be the user's code. If it raises an exception, the error names the task, the problem, the file and the line.
 """
 
 from __future__ import annotations
@@ -16,56 +15,56 @@ from poise._lib.user_code import place_of
 from poise.tasks.base import Attempt, Episode, Message, Problem, Score, Task, TaskError
 from poise.tasks.rewards.base import GOLD_COLUMNS, RewardError
 
-LONGEST_GOLD = 4000  # characters: data for fine-tuning has whole solutions as answers
+LONGEST_GOLD = 4000  # characters: in fine-tuning data, the answers are whole solutions
 LONGEST_FEEDBACK = 2000  # characters of feedback from a user's task
-LARGEST_REWARD = 1e30  # float32 ends at 3e38; the difference is room for sums over a batch
+LARGEST_REWARD = 1e30  # the maximum of float32 is 3e38; the margin is for sums over a batch
 
 
 @dataclass
 class SingleTurn:
-    """The episode of a task that has only ``score``: the problem's prompt, one reply, and its score."""
+    """The episode of a task with only ``score``: the problem's prompt, one reply, and the reply's score."""
 
     task: Task
     problem: Problem
     reply: str = ""
 
     def start(self) -> list[Message]:
-        """The prompt, as the user's message."""
+        """Return the prompt as a user message."""
         return [{"role": "user", "content": self.problem.prompt}]
 
     def step(self, reply: str) -> list[Message]:
-        """Any reply ends the episode."""
+        """Store the reply and end the episode."""
         self.reply = reply
         return []
 
     def score(self) -> Score:
-        """The task's score of the reply."""
+        """Return the task's score of the reply."""
         return self.task.score(self.problem, self.reply)
 
     def feedback(self) -> str:
-        """The feedback of a task with ``feedback(problem, text)``; empty for other tasks."""
+        """Return the result of the task's ``feedback(problem, text)``, or "" if the task has no such method."""
         feedback = getattr(self.task, "feedback", None)
         return feedback(self.problem, self.reply) if feedback else ""  # ``feedback_on`` checks it
 
 
 def begin(task: Task, problem: Problem) -> Episode:
-    """An episode of the task."""
+    """Create an episode of the task."""
     with explained(task, problem, "episode()"):
         episode: Episode = task.episode(problem) if hasattr(task, "episode") else SingleTurn(task, problem)
     return episode
 
 
 def several_turns(task: Task) -> bool:
-    """Whether an episode may have several turns: the task has ``episode`` and not ``one_turn = True``."""
+    """Whether an episode may have several turns: the task has ``episode`` but not ``one_turn = True``."""
     return hasattr(task, "episode") and not getattr(task, "one_turn", False)
 
 
 @contextmanager
 def explained(task: Task, problem: Problem, what: str = "score()") -> Iterator[None]:
-    """Turn an exception in the task's code into an error that names the task, problem, and the user's file and line."""
+    """Turn an exception in the task's code into an error that names the task, the problem, the file and the line."""
     try:
         yield
-    except (RewardError, TaskError):  # their messages already say this
+    except (RewardError, TaskError):  # their messages already name these
         raise
     except (Exception, SystemExit) as error:
         raised = f"raised {type(error).__name__}: {error}{place_of(error)}"
@@ -74,7 +73,7 @@ def explained(task: Task, problem: Problem, what: str = "score()") -> Iterator[N
 
 
 def heard(task: Task, problem: Problem, said: Any) -> list[Message]:
-    """Check an episode's messages and make their texts readable for any tokenizer; empty if the episode ends."""
+    """Check an episode's messages and make the text readable for any tokenizer. Return [] if the episode ends."""
     if not said:
         return []
     if not isinstance(said, list | tuple) or not all(_is_message(each) for each in said):
@@ -90,19 +89,19 @@ def _is_message(value: Any) -> bool:
 
 
 def readable(text: str) -> str:
-    """The text with ? for each lone surrogate, which file names may contain and tokenizers refuse."""
+    """Replace each lone surrogate with ``?``: file names may contain lone surrogates, and tokenizers reject them."""
     return text.encode("utf-8", "replace").decode()
 
 
 def judge(task: Task, problem: Problem, episode: Episode) -> Score:
-    """``episode.score()`` in plain Python numbers. An error names the problem."""
+    """Call ``episode.score()`` and return the score with plain Python numbers. Errors name the problem."""
     with explained(task, problem):
         score = episode.score()
     return _checked(task, problem, score)
 
 
 def judge_all(task: Any, attempts: Sequence[Attempt]) -> list[Score]:
-    """``task.score_all`` with the checks of ``judge``."""
+    """Call ``task.score_all`` and apply the checks of ``judge`` to every score."""
     with explained(task, attempts[0].problem, "score_all()"):
         scores = list(task.score_all(attempts))
     if len(scores) != len(attempts):
@@ -124,7 +123,7 @@ def _checked(task: Task, problem: Problem, result: Any) -> Score:
 
 
 def _plain(score: Any) -> Score:
-    """The score with Python numbers: verifiers may return numpy or torch numbers, which JSON cannot represent."""
+    """Convert a score's numbers to Python numbers: JSON cannot represent a verifier's numpy or torch numbers."""
     if not isinstance(score, Score):
         score = _score_of_truth(score)
     if _number_or_none(score.correct) not in (0.0, 1.0):
@@ -141,7 +140,7 @@ def _plain(score: Any) -> Score:
 
 
 def _score_of_truth(value: Any) -> Score:
-    """The score for True or False, also numpy's or torch's. Refuses a number, which does not say what is correct."""
+    """Convert a Python, numpy or torch boolean to a score. Reject numbers: they do not say what is correct."""
     truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool"
     number = _number_or_none(value) if truth else None
     if number is None:
@@ -157,7 +156,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _number_or_none(value: Any) -> float | None:
-    """A number of Python's, numpy's or torch's as a float."""
+    """Convert a Python, numpy or torch number to a float; None if the value is not a number."""
     try:
         return None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -165,12 +164,12 @@ def _number_or_none(value: Any) -> float | None:
 
 
 def gold_answer(task: Task, problem: Problem) -> str | None:
-    """The right answer as text for people, not for the model; None if unknown.
+    """Return the right answer as text for people, not for the model; None if unknown.
 
-    A task may have ``gold(problem)``. Otherwise it is the first text or number with the name answer, solution or
-    ground_truth in the problem's data, or in the file's row within the data.
+    A task may define ``gold(problem)``. Without this method, the answer is the first text or number named ``answer``,
+    ``solution`` or ``ground_truth`` in ``problem.data``, or in ``problem.data["row"]``.
     """
-    if callable(own := getattr(task, "gold", None)):  # it may be a setting of the task, such as a column's name
+    if callable(own := getattr(task, "gold", None)):  # ``gold`` may also be a setting, such as a column's name
         with explained(task, problem, "the gold answer"):
             answer = own(problem)
     else:
@@ -183,14 +182,14 @@ def gold_answer(task: Task, problem: Problem) -> str | None:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, int):
-        return bool(abs(value) < 10**LONGEST_GOLD)  # Python refuses to print longer ones
+        return bool(abs(value) < 10**LONGEST_GOLD)  # Python refuses to convert longer integers to text
     return isinstance(value, str | float)
 
 
 def feedback_on(task: Task, problem: Problem, episode: Episode, score: Score, turns: int) -> str:
-    """The episode's own feedback, or a general sentence if it gives none. ``turns`` is the number of replies.
+    """Return the episode's feedback, or a general sentence if the feedback is missing or empty.
 
-    ``episode.feedback`` is optional. It is called after the episode has been scored.
+    ``turns`` is the number of replies. ``episode.feedback`` is optional; poise calls it after scoring the episode.
     """
     feedback = ""
     if hasattr(episode, "feedback"):
@@ -204,6 +203,6 @@ def feedback_on(task: Task, problem: Problem, episode: Episode, score: Score, tu
 
 
 def plain(score: Score, turns: int) -> str:
-    """General feedback, which fits any attempt."""
+    """Return general feedback that applies to any attempt."""
     how = "succeeded" if score.correct else "failed"
     return f"The attempt {how}: reward {score.reward:.2f} after {turns} turn{'' if turns == 1 else 's'}."

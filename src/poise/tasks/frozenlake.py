@@ -1,9 +1,9 @@
 """Frozen Lake: walk over ice to a goal and avoid the holes, one move a turn.
 
-The rules are gymnasium's: a move beyond the edge does nothing, a hole ends the game, and on a slippery lake a move goes
-in the chosen direction or to one of the two sides, each with probability 1/3. As in ERL (arXiv 2602.13949), maps have
-sides 2 to 9 and 60 to 85 % ice, and the rules may be withheld: then the symbols are letters without a meaning.
-**Ours:** start and goal are random, and every map can be solved within the turns and takes at least two moves.
+The rules are gymnasium's: a move beyond the edge does nothing, and a hole ends the game. On a slippery lake a move goes
+in the chosen direction or to one of the two sides, each with probability 1/3. As in ERL (arXiv 2602.13949), maps have 2
+to 9 cells on each side and 60 to 85 % ice. The rules may be withheld; the symbols are then letters without a meaning.
+**Ours:** start and goal are random. Every map can be solved within the turns and needs at least two moves.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ SLIPPERY = " The ice is slippery: a move may take you to the side of where you w
 
 @dataclass
 class FrozenLake(GridTask):
-    """Frozen Lake: cross the ice to the goal in several turns, on endless random maps.
+    """Frozen Lake: cross the ice to the goal in several turns, on an endless stream of random maps.
 
-    ``side`` is a number, several numbers, or a range; maps cycle through them. ``ice`` is the smallest and the largest
-    share of cells without a hole. ``actions`` limits the moves of a reply, ``turns`` the replies of an episode.
-    ``rules`` are told or withheld. If ``slippery``, a move may go to one of the two sides instead.
+    ``side`` is the length of a side in cells: a number, several numbers or a range; maps cycle through these numbers.
+    ``ice`` is the smallest and the largest share of cells without a hole. ``actions`` is the maximum number of moves
+    per reply, ``turns`` the maximum number of replies per episode. ``rules`` is ``told`` or ``withheld``. If
+    ``slippery`` is true, a move may go to one of the two sides instead.
     """
 
     side: int | str | Sequence[int] = "2-9"
@@ -52,7 +53,7 @@ class FrozenLake(GridTask):
         check_range("FrozenLake", "ice[1]", self.ice[1], self.ice[0], 1.0)
 
     def draw(self, side: int, rng: Random) -> list[str]:
-        """Rows of P, _, O and G. Of the 8 maps with side 2, two are for testing."""
+        """Draw a random map: rows of P, _, O and G. Two of the 8 maps with side 2 belong to the test split."""
         cells = [(row, column) for row in range(side) for column in range(side)]
         start, goal, *free = rng.sample(cells, len(cells))
         holes = round(side * side * (1 - rng.uniform(*self.ice)))
@@ -60,19 +61,19 @@ class FrozenLake(GridTask):
         return ["".join(kind.get((row, column), "_") for column in range(side)) for row in range(side)]
 
     def solution(self, rows: list[str]) -> list[str] | None:
-        """The shortest path over ice."""
+        """Return the shortest path over the ice; None if the path has too many moves."""
         return _path(rows, find(rows, "P"), self.turns * self.actions)
 
     def rules_text(self) -> str:
-        """The rules in words."""
+        """Return the rules in words."""
         return TOLD + (SLIPPERY if self.slippery else "")
 
     def picture(self, rows: Sequence[str]) -> str:
-        """A map in the symbols that the model sees."""
+        """Return the text of a map, in the symbols that the model sees."""
         return draw_map(row.translate(str.maketrans(SYMBOLS["told"], SYMBOLS[self.rules])) for row in rows)
 
     def episode(self, problem: Problem) -> FrozenLakeEpisode:
-        """One game."""
+        """Start a game on the problem's map."""
         return FrozenLakeEpisode(problem, self)
 
 
@@ -93,16 +94,16 @@ class FrozenLakeEpisode(GridEpisode):
 
     @property
     def won(self) -> bool:
-        """Whether the player stands on the goal."""
+        """Whether the player is on the goal."""
         return self.here == "G"
 
     @property
     def over(self) -> bool:
-        """Whether the player stands on the goal or in a hole."""
+        """Whether the player is on the goal or in a hole."""
         return self.here in "GO"
 
     def move(self, direction: str) -> str:
-        """Walk, or slip."""
+        """Move the player one cell; on a slippery lake the direction may change."""
         actual = self._slip(direction) if self.task.slippery else direction
         there = neighbour(self.place, actual)
         slipped = "" if actual == direction else f" and slipped {actual}"
@@ -113,25 +114,28 @@ class FrozenLakeEpisode(GridEpisode):
         return f"You went {direction}{slipped}."
 
     def _slip(self, direction: str) -> str:
-        """The move itself, or a move to one of its sides. The choice depends on the map and all replies so far, so an
-        episode can be replayed and different attempts slip differently."""
+        """Return ``direction`` or, at random, the direction to one of its sides.
+
+        The choice depends on the map and all replies so far, so an episode can be replayed and different attempts slip
+        differently.
+        """
         rng = Random(repr((self.problem.id, self.replies, len(self.moves))))
         down, _ = DIRECTIONS[direction]
         return rng.choice([direction, *(("left", "right") if down else ("up", "down"))])
 
     def picture(self) -> str:
-        """The map with the player on it."""
+        """Return the text of the map with the player."""
         row, column = self.place
         rows = list(self.rows)
         rows[row] = rows[row][:column] + "P" + rows[row][column + 1 :]
         return self.task.picture(rows)
 
     def solution(self) -> list[str] | None:
-        """The shortest path over ice."""
+        """Return the shortest path over the ice from the player's cell; None if there is no path."""
         return _path(self.rows, self.place, len(self.rows) ** 2)
 
     def ending(self) -> str:
-        """The state of the game in a sentence."""
+        """Describe the state of the game in a sentence."""
         if self.task.rules == "withheld":
             you, _, hole, goal = tuple(SYMBOLS["withheld"])
             if not self.over:
@@ -149,7 +153,7 @@ def _inside(rows: Sequence[str], place: Place) -> bool:
 
 
 def _path(rows: Sequence[str], start: Place, most: int) -> list[str] | None:
-    """The shortest path from ``start`` to the goal around the holes."""
+    """Return the shortest path from ``start`` to the goal around the holes; None if it has more than ``most`` moves."""
 
     def after(place: Place, move: str) -> Place | None:
         there = neighbour(place, move)

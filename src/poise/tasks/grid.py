@@ -1,4 +1,4 @@
-"""Code that games on a grid share: maps, moves in a reply, turns, and a search for the shortest solution."""
+"""Shared code for games on a grid: maps, the moves in a reply, turns, and a search for the shortest solution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from poise.tasks.streams import check_split, draw_of_split
 Place = tuple[int, int]  # row, column
 DIRECTIONS: dict[str, Place] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 RULES = ("told", "withheld")
-FEWEST_MOVES = 2  # a map that takes one move teaches nothing
+FEWEST_MOVES = 2  # a map that is solved in one move teaches nothing
 WITHHELD = "You play a game on a grid. The rules are not told: find out what leads to success."
 ONE = "Each turn, reply with one move: up, down, left or right."
 SEVERAL = "Each turn, reply with up to {} moves out of up, down, left and right, such as: up left."
@@ -32,7 +32,7 @@ State = TypeVar("State", bound=Hashable)
 
 
 def moves_in(reply: str, most: int = 1) -> list[str]:
-    """The last ``most`` moves that a reply names, in order. Reasoning is ignored.
+    """Return the last ``most`` moves that a reply names, in order. Ignore the reasoning.
 
     >>> moves_in("Up is a hole, so I go left.")
     ['left']
@@ -43,9 +43,9 @@ def moves_in(reply: str, most: int = 1) -> list[str]:
 def shortest(
     start: State, after: Callable[[State, str], State | None], won: Callable[[State], bool], most: int
 ) -> list[str] | None:
-    """The shortest list of moves that wins, by breadth-first search; None if it takes more than ``most``.
+    """Find the shortest list of moves that wins, by breadth-first search; None if it has more than ``most`` moves.
 
-    ``after`` is the state after a move, None if the move is impossible or loses the game.
+    ``after`` returns the state after a move, or None if the move is impossible or loses the game.
     """
     seen = {start}
     queue: deque[tuple[State, list[str]]] = deque([(start, [])])
@@ -62,29 +62,29 @@ def shortest(
 
 
 def neighbour(place: Place, move: str) -> Place:
-    """The place one move away."""
+    """Return the cell one move away from ``place``."""
     down, right = DIRECTIONS[move]
     return place[0] + down, place[1] + right
 
 
 def find(rows: Sequence[str], symbol: str) -> Place:
-    """The first place of a symbol on a map."""
+    """Return the first cell of a map that has this symbol."""
     return next((row, line.index(symbol)) for row, line in enumerate(rows) if symbol in line)
 
 
 def where(place: Place) -> str:
-    """A place in words; the top left is row 1, column 1."""
+    """Describe a cell in words; the top left cell is row 1, column 1."""
     return f"row {place[0] + 1}, column {place[1] + 1}"
 
 
 def draw_map(rows: Iterable[Iterable[str]]) -> str:
-    """A map as text, with spaces between the symbols, so that tokenizers do not merge them."""
+    """Format a map as text, with spaces between the symbols so that tokenizers do not merge symbols."""
     return "\n".join(" ".join(row) for row in rows)
 
 
 @dataclass
 class GridTask(ABC):
-    """A game on endless random maps. A map is rows of symbols; no map is in both splits."""
+    """A game on an endless stream of random maps. A map is a list of rows of symbols; no map is in both splits."""
 
     side: int | str | Sequence[int] = 2
     turns: int = 8
@@ -108,22 +108,22 @@ class GridTask(ABC):
 
     @abstractmethod
     def draw(self, side: int, rng: Random) -> list[str]:
-        """A random map, which may have no solution."""
+        """Draw a random map, which may have no solution."""
 
     @abstractmethod
     def solution(self, rows: list[str]) -> list[str] | None:
-        """The shortest solution of a map; None if it takes too many moves."""
+        """Return the shortest solution of a map; None if the map needs too many moves."""
 
     @abstractmethod
     def rules_text(self) -> str:
-        """The rules in words."""
+        """Return the rules in words."""
 
     @abstractmethod
     def picture(self, rows: list[str]) -> str:
-        """A map as the player sees it at the start."""
+        """Return the text that shows a map to the model at the start of the game."""
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Maps of one split."""
+        """Yield the problems of one split, one map each."""
         check_split(split)
         rng = Random(f"{self.name} {seed}")
         sides = sizes(type(self).__name__, "side", self.side, self.smallest, self.largest)
@@ -136,7 +136,7 @@ class GridTask(ABC):
             yield self._problem(draw_of_split(type(self).__name__, split, rng, draw, suits))
 
     def _draw(self, side: int, rng: Random) -> tuple[str, list[str]]:
-        """A text that identifies the map, and its rows."""
+        """Draw a map. Return a text that identifies the map, and the map's rows."""
         rows = self.draw(side, rng)
         return f"{self.name} " + "\n".join(rows), rows
 
@@ -149,9 +149,9 @@ class GridTask(ABC):
 
 
 class GridEpisode(ABC):
-    """An episode of a game on a grid: each of up to ``turns`` replies names up to ``actions`` moves.
+    """A game on a grid, with up to ``turns`` replies and up to ``actions`` moves per reply.
 
-    A reply without a move uses up its turn, and the next message says so.
+    A reply without a move uses up a turn, and the next message says so.
     """
 
     def __init__(self, problem: Problem, task: GridTask) -> None:
@@ -164,7 +164,7 @@ class GridEpisode(ABC):
     @property
     @abstractmethod
     def won(self) -> bool:
-        """Whether the goal is reached."""
+        """Whether the game is won."""
 
     @property
     def over(self) -> bool:
@@ -173,27 +173,26 @@ class GridEpisode(ABC):
 
     @abstractmethod
     def move(self, direction: str) -> str:
-        """Make a move, and return what happened in a sentence. ``idle`` counts moves that change nothing."""
+        """Make a move, and describe in a sentence what happened. Increase ``idle`` if the move changes nothing."""
 
     @abstractmethod
     def picture(self) -> str:
-        """The map as it is now."""
+        """Return the text of the current map."""
 
     @abstractmethod
     def solution(self) -> list[str] | None:
-        """The shortest solution from here."""
+        """Return the shortest solution from the current state."""
 
     @abstractmethod
     def ending(self) -> str:
-        """The state of the game in a sentence or two. If the rules are withheld, it names symbols, not their
-        meaning."""
+        """Describe the state of the game. If the rules are withheld, name symbols, not their meanings."""
 
     def start(self) -> list[Message]:
-        """The rules, unless they are withheld, and the map."""
+        """Return the message with the map and, unless they are withheld, the rules."""
         return [{"role": "user", "content": self.problem.prompt}]
 
     def step(self, reply: str) -> list[Message]:
-        """Make the moves of the reply, and show the map."""
+        """Make the reply's moves, and return a message with the new map."""
         self.replies.append(reply)
         directions = moves_in(reply, self.actions)
         events = []
@@ -211,11 +210,11 @@ class GridEpisode(ABC):
         return [{"role": "user", "content": "\n".join(lines)}]
 
     def score(self) -> Score:
-        """1 if the goal is reached, else 0. The answer is the list of moves."""
+        """Score 1 if the game is won, else 0. The answer is the list of moves."""
         return Score(float(self.won), self.won, answer=" ".join(self.moves) or None)
 
     def feedback(self) -> str:
-        """How the episode ended, for methods that learn from text."""
+        """Describe how the episode ended, for methods that learn from text."""
         sentences = [self.ending()]
         if not self.over and len(self.replies) >= self.turns:
             sentences.append(f"All {self.turns} turns are used up.")
@@ -227,5 +226,5 @@ class GridEpisode(ABC):
         return " ".join([*sentences, f"Moves made: {len(self.moves)} ({listed}). Reward: {float(self.won):g}."])
 
     def expert(self) -> str:
-        """A solver's reply: the first moves of the shortest solution, as many as one turn allows."""
+        """Return a solver's reply: the first ``actions`` moves of the shortest solution."""
         return " ".join((self.solution() or ["up"])[: self.actions])

@@ -1,8 +1,8 @@
 """Sokoban: push a box onto its goal, one move a turn.
 
-As in ERL (arXiv 2602.13949): one box, sides 6 to 8 including the outer wall, at most 8 moves to solve. **Ours:** maps
-are random and solved by breadth-first search over the places of player and box; a map that cannot be solved within the
-turns, or takes fewer than two moves, is replaced by another.
+As in ERL (arXiv 2602.13949), a map has one box, 6 to 8 cells on each side including the outer wall, and a shortest
+solution of at most 8 moves. **Ours:** maps are random, and breadth-first search over the positions of player and box
+solves each map. A map that cannot be solved within the turns, or needs fewer than two moves, is discarded.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ TOLD = (
     "Walking into the box pushes it one step, unless a wall is behind it. You cannot pull."
 )
 
-State = tuple[Place, Place]  # the places of player and box
+State = tuple[Place, Place]  # the positions of player and box
 
 
 @dataclass
 class Sokoban(GridTask):
-    """Sokoban: push one box onto its goal in several turns, on endless random maps.
+    """Sokoban: push one box onto its goal in several turns, on an endless stream of random maps.
 
-    ``side`` is a number, several numbers, or a range, outer walls included; maps cycle through them. ``optimum`` limits
-    the moves of the shortest solution, ``walls`` is the share of walls among the inner cells. ``actions`` limits the
-    moves of a reply, ``turns`` the replies of an episode. ``rules`` are told or withheld.
+    ``side`` is the length of a side in cells, including the outer walls: a number, several numbers or a range; maps
+    cycle through these numbers. ``optimum`` is the maximum number of moves of the shortest solution. ``walls`` is the
+    share of walls among the inner cells. ``actions`` is the maximum number of moves per reply, ``turns`` the maximum
+    number of replies per episode. ``rules`` is ``told`` or ``withheld``.
     """
 
     side: int | str | Sequence[int] = "6-8"
@@ -52,7 +53,7 @@ class Sokoban(GridTask):
         check_range("Sokoban", "walls", self.walls, 0.0, 0.5)
 
     def draw(self, side: int, rng: Random) -> list[str]:
-        """Rows of #, _, P, X and O."""
+        """Draw a random map: rows of #, _, P, X and O."""
         inner = [(row, column) for row in range(1, side - 1) for column in range(1, side - 1)]
         you, box, goal, *free = rng.sample(inner, len(inner))
         kind = dict.fromkeys(free[: round(self.walls * len(inner))], "#") | {you: "P", box: "X", goal: "O"}
@@ -60,24 +61,24 @@ class Sokoban(GridTask):
         return ["".join(kind.get((row, column), "#") for column in range(side)) for row in range(side)]
 
     def solution(self, rows: list[str]) -> list[str] | None:
-        """The shortest solution."""
+        """Return the shortest solution of a map; None if the map needs too many moves."""
         return _solve(_Map(rows), min(self.optimum, self.turns * self.actions))
 
     def rules_text(self) -> str:
-        """The rules in words."""
+        """Return the rules in words."""
         return TOLD
 
     def picture(self, rows: list[str]) -> str:
-        """A map in the symbols that the model sees."""
+        """Return the text of a map, in the symbols that the model sees."""
         return _picture(_Map(rows), self.rules)
 
     def episode(self, problem: Problem) -> SokobanEpisode:
-        """One game."""
+        """Start a game on the problem's map."""
         return SokobanEpisode(problem, self)
 
 
 class _Map:
-    """A map: walls and goal are fixed, player and box move."""
+    """A map with fixed walls and goal; the player and the box move."""
 
     def __init__(self, rows: Sequence[str]) -> None:
         self.side = len(rows)
@@ -86,14 +87,14 @@ class _Map:
         self.state: State = (find(rows, "P"), find(rows, "X"))
 
     def after(self, state: State, move: str) -> State | None:
-        """The state after a move; None if the move is impossible."""
+        """Return the state after a move; None if the move is impossible."""
         you, box = neighbour(state[0], move), state[1]
         if you == box:
             box = neighbour(box, move)
         return None if you in self.walls or box in self.walls else (you, box)
 
     def symbol(self, place: Place) -> str:
-        """The symbol at a place."""
+        """Return the symbol of a cell."""
         you, box = self.state
         if place in self.walls:
             return "#"
@@ -113,11 +114,11 @@ class SokobanEpisode(GridEpisode):
 
     @property
     def won(self) -> bool:
-        """Whether the box stands on the goal."""
+        """Whether the box is on the goal."""
         return self.map.state[1] == self.map.goal
 
     def move(self, direction: str) -> str:
-        """Walk; push the box if it is in the way."""
+        """Move the player one cell, and push the box if the box is in the way."""
         following = self.map.after(self.map.state, direction)
         if following is None:
             self.idle += 1
@@ -127,15 +128,15 @@ class SokobanEpisode(GridEpisode):
         return f"You went {direction}{' and pushed the box' if pushed else ''}."
 
     def picture(self) -> str:
-        """The map as it is now."""
+        """Return the text of the current map."""
         return _picture(self.map, self.task.rules)
 
     def solution(self) -> list[str] | None:
-        """The shortest solution from here; None if there is none."""
+        """Return the shortest solution from the current state; None if the state has no solution."""
         return _solve(self.map, 4 * self.map.side**2)
 
     def ending(self) -> str:
-        """The state of the game, and where the box is."""
+        """Describe the state of the game and the position of the box."""
         box, stuck = self.map.state[1], not self.won and self.solution() is None
         if self.task.rules == "withheld":
             symbol = self.map.symbol(box).translate(NEUTRAL)

@@ -1,4 +1,4 @@
-"""Streams of problems: the problems of a training step, the problems of an evaluation, and the split of a problem."""
+"""Streams of problems: select the problems of a training step or an evaluation, and assign problems to splits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from poise._lib.user_code import place_of
 from poise.tasks.base import SPLITS, Finite, Problem, Split, Task, TaskError
 from poise.tasks.rewards.base import RewardError
 
-TEST_SHARE = 10  # one meaning in this many is for testing
-PATIENCE = 20_000  # unsuitable draws in a row before an error
+TEST_SHARE = 10  # one in this many meanings belongs to the test split
+PATIENCE = 20_000  # consecutive unsuitable draws before an error
 ROUNDS = 100  # rounds of draws that replace problems that are too long
 
 T = TypeVar("T")
@@ -24,10 +24,11 @@ T = TypeVar("T")
 def draw(
     task: Task, split: Split, seed: int, count: int, fits: Callable[[Problem], bool] = lambda _: True
 ) -> list[Problem]:
-    """The first ``count`` problems that fit the model, or an error that says what is wrong with them.
+    """Return the first ``count`` problems that fit the model.
 
-    For a finite task with fewer problems, the result has them all. If hardly any problem fits, the result includes some
-    that do not fit: starting their episodes raises the error that says why.
+    If a finite task has fewer problems, return all of them. If hardly any problem fits, the list also contains problems
+    that do not fit; starting one of their episodes raises an error with the reason. Raise a ``TaskError`` if an endless
+    task ends, a finite task has no problem, or a problem's prompt or difficulty is not text.
     """
     if isinstance(task, Finite):
         with _blamed(task, "epoch()"):
@@ -56,13 +57,13 @@ def draw(
 
 
 def _fitting(task: Task, problems: Sequence[Problem], fits: Callable[[Problem], bool]) -> list[Problem]:
-    """The problems that fit; all of them if none does."""
+    """Return the problems that fit the model, or all problems if none fits."""
     _check_texts(task, problems)
     return [problem for problem in problems if fits(problem)] or list(problems)
 
 
 def _why_none_held_out(task: Finite, seed: int) -> str:
-    """The end of the message: with few questions, the hash that chooses the held-out share may choose none."""
+    """Explain, for an error message, why no problem is held out: a hash may select none of a few questions."""
     held_out = getattr(task, "held_out", None)
     if held_out is None:
         return "; set evaluation=off"
@@ -72,13 +73,13 @@ def _why_none_held_out(task: Finite, seed: int) -> str:
 
 
 def data_fingerprint(task: Task) -> str | None:
-    """The fingerprint of a task's data; None for a task without data."""
+    """Return the fingerprint of a task's data, or None for a task without data."""
     fingerprint = getattr(task, "fingerprint", None)
     return fingerprint if isinstance(fingerprint, str) else None
 
 
 def epochs(task: Task, seed: int, problems: int) -> float:
-    """The number of epochs of a finite task in ``problems`` training problems; 0 for an endless task."""
+    """Convert a number of training problems to epochs of a finite task; 0 for an endless task."""
     size = len(task.epoch("train", seed, 0)) if isinstance(task, Finite) else 0
     return problems / size if size else 0.0
 
@@ -86,10 +87,11 @@ def epochs(task: Task, seed: int, problems: int) -> float:
 def training_problems(
     task: Task, *, seed: int, step: int, step_seed: int, count: int, fits: Callable[[Problem], bool] = lambda _: True
 ) -> list[Problem]:
-    """The problems of a training step that fit the model: new random problems, or the next ``count`` of a finite set.
+    """Return the problems of a training step that fit the model.
 
-    ``seed`` is the run's seed, ``step_seed`` the step's. The result depends only on the arguments, so a resumed run
-    continues in the middle of an epoch.
+    An endless task draws new random problems; a finite task uses its next ``count`` problems. ``seed`` is the run's
+    seed, ``step_seed`` the step's seed. The result depends only on the arguments, so a resumed run can continue in the
+    middle of an epoch.
     """
     if not isinstance(task, Finite):
         return draw(task, "train", step_seed, count, fits)
@@ -112,13 +114,13 @@ def _check_texts(task: Task, problems: Sequence[Problem]) -> None:
 
 @contextmanager
 def _blamed(task: Task, what: str) -> Iterator[None]:
-    """Turn an error of the user's own code into a TaskError with its file and line."""
+    """Turn an error in the user's code into a ``TaskError`` with the file and line."""
     try:
         yield
     except (Exception, SystemExit) as error:
         if isinstance(error, TaskError | RewardError) or not (place := place_of(error)):
             raise
-        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise that one again instead
+        cause = None if isinstance(error, StopIteration) else error  # contextlib would re-raise it instead
         raise TaskError(f"{what} of task {task.name!r} raised {type(error).__name__}: {error}{place}") from cause
 
 
@@ -126,13 +128,12 @@ def _blamed(task: Task, what: str) -> Iterator[None]:
 
 
 def check_split(split: str) -> None:
-    """Raise unless ``split`` is train or test."""
+    """Raise an error unless ``split`` is ``train`` or ``test``."""
     check_choice("problems", "split", split, SPLITS)
 
 
 def split_of(meaning: str, share: int = TEST_SHARE) -> Split:
-    """The split of a problem, which depends only on its meaning. Equal problems have equal meanings, so no problem is
-    in both splits."""
+    """Assign a problem to a split by a hash of its meaning. Problems with equal meanings get the same split."""
     digest = sha256(meaning.encode(errors="surrogatepass")).digest()
     return "test" if int.from_bytes(digest[:8], "big") % share == 0 else "train"
 

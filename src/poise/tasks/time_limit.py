@@ -1,4 +1,4 @@
-"""Calls code that may hang in a daemon thread, with a time limit."""
+"""Call code that may hang: run it in a daemon thread, with a time limit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class HungError(RuntimeError):
 
 
 class Worker:
-    """Runs calls one after another in one thread: some libraries must always be used from the same thread.
+    """Runs calls one at a time in one thread, because some libraries must always be used from the same thread.
 
-    If a call does not return in time, its thread is abandoned. It cannot be killed, but it does not keep the process
-    alive. The next call gets a new thread.
+    If a call does not return in time, the worker abandons the thread. The thread cannot be killed, but it does not keep
+    the process alive. The next call gets a new thread.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Worker:
         self._lock = threading.Lock()
 
     def run(self, seconds: float, function: Callable[..., Any], /, *args: Any, **settings: Any) -> Any:
-        """The result of the function or of its coroutine. Its exceptions are raised here."""
+        """Call ``function`` and return its result or its coroutine's result. Re-raise its exceptions here."""
         with self._lock:
             if self._jobs is None:
                 self._jobs = queue.SimpleQueue()

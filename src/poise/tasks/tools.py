@@ -1,16 +1,16 @@
-"""Tool calls: parse them from a reply, check them against a JSON schema, answer them with messages.
+"""Tool calls: parse the calls in a reply, check them against a JSON schema, and answer them with messages.
 
-Two formats are supported. The first is Hermes' and Qwen's, with any number of calls in a reply:
+Two formats are supported. The first is the format of Hermes and Qwen, with any number of calls in a reply:
 
     <tool_call>
     {"name": "search", "arguments": {"query": "Oslo"}}
     </tool_call>
 
-The second is Llama 3's, where the whole reply is one JSON object (or a list of objects, as in Mistral's models):
+The second is Llama 3's format: the whole reply is one JSON object (or a list of objects, as in Mistral's models):
 
     {"name": "search", "parameters": {"query": "Oslo"}}
 
-A reply is untrusted. A call that cannot be parsed gets an error text as its answer; nothing runs as code.
+A reply is untrusted. If a call cannot be parsed, the answer is an error message. No part of a reply runs as code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from poise.tasks.base import Message
 from poise.tasks.rewards.answers import conclusion
 
 LONGEST = 20_000  # characters of a call
-MOST = 16  # the largest number of calls in a reply that are answered
+MOST = 16  # calls that are answered per reply
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # models write these before bare JSON
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -52,7 +52,7 @@ class Call:
 
 
 def calls_in(reply: str) -> list[Call]:
-    """The calls in a reply, including malformed ones. Reasoning is ignored."""
+    """Parse the calls in a reply, including malformed calls. Ignore the reasoning."""
     text = conclusion(reply).strip()
     if _OPEN in text:
         return [_tagged_call(block) for block in text.split(_OPEN, MOST)[1:]]
@@ -87,7 +87,7 @@ def _call(data: Any) -> Call:
 
 
 def _loads(text: str) -> Any:
-    """Parse strict JSON, without Python's extensions. Any bad text raises ValueError."""
+    """Parse strict JSON, without Python's extensions. Raise ValueError for any other text."""
     if len(text) > LONGEST:
         raise ValueError(f"the call is longer than {LONGEST} characters")
     try:
@@ -110,7 +110,7 @@ def _finite(text: str) -> float:
 
 
 def problem_with(call: Call, schemas: Sequence[Schema]) -> str | None:
-    """What is wrong with a call according to the schemas: an unknown tool, or arguments that do not fit."""
+    """Check a call against the schemas. Return an error message for an unknown tool or a wrong argument, else None."""
     if call.error:
         return call.error
     known = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
@@ -143,9 +143,9 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 def answer_all(
     reply: str, tools: Mapping[str, Callable[..., Any]], schemas: Sequence[Schema] | None = None
 ) -> list[Message]:
-    """One message per call, with role ``tool``: the tool's result, its error, or what is wrong with the call.
+    """Run the calls in a reply. Return one ``tool`` message per call, with the tool's result or an error.
 
-    With ``schemas``, a tool is called only if the arguments fit.
+    With ``schemas``, call a tool only if the arguments match its schema.
     """
     messages = []
     for call in calls_in(reply):
