@@ -118,7 +118,7 @@ def test_the_folder_keeps_names_and_fingerprints(whole):
         ("reward", lambda _: [letters(0.2), "exact"], TrainError, "python:different: not the same object"),
         ("regulator", lambda _: poise.regulators.Lopti(0.3) | Softer(0.5), TrainError, "python:Softer: not the same"),
         ("regulator", lambda _: "lopti(threshold=0.3)", TrainError, "regulator differs"),
-        ("data", lambda data: data.select(range(19)), TaskError, "the data in python:data are not those"),
+        ("data", lambda data: data.select(range(19)), TaskError, "the data in python:data differ"),
         ("model", lambda model: type(model)(model.config), TrainError, "python:model: not the same object"),
         ("reward", lambda _: [len, "exact"], TrainError, "task.reward differs"),
     ],
@@ -350,7 +350,7 @@ class NoTask:
         (
             {"data": ROWS, "task.test_file": ROWS, "reward": "exact"},
             poise.tasks.TaskError,
-            "no problem of split train; 20 of 20 questions in python:data left out of training, since held out too",
+            "no problem in split train; 20 of 20 questions in python:data left out of training, since held out too",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -125,7 +125,7 @@ def test_a_finite_task_gives_all_it_has_and_an_empty_one_says_so():
         lambda: draw(Together(size=0), "test", 0, 5),
         lambda: training_problems(Together(size=0), seed=0, step=1, step_seed=0, count=1),
     ):
-        with pytest.raises(TaskError, match="no problem of split"):
+        with pytest.raises(TaskError, match="no problem in split"):
             problems()
 
 

@@ -191,7 +191,7 @@ def untold(self, far: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (type("NoReset", (), {"get_reward": lambda _: 1.0}), "NoReset has no method reset"),
+        (type("NoReset", (), {"get_reward": lambda _: 1.0}), "NoReset has no reset method"),
         (type("NoReward", (), {"reset": lambda _: "Hi."}), "no get_reward, and there is no reward function"),
         (type("NoWords", (Counter,), {"jump": lambda _, far: far}), "NoWords.jump is public, so it is a tool"),
         (type("NoHints", (Counter,), {"jump": unhinted}), "NoHints.jump is public.*as far lacks"),

@@ -172,7 +172,7 @@ def _maker(name: str) -> Callable[..., Any]:
     if slash and prefix in PREFIXES:
         return PREFIXES[prefix](rest)
     if not any(sign in name for sign in ".:"):
-        raise ValueError(unknown("task", name, names()) + "; for one of your own write file.py:Class")
+        raise ValueError(unknown("task", name, names()) + "; for your own task, write file.py:Class")
     maker: Callable[..., Any] = _user_code.load("task", name, accepts=_is_task, expected=f"give a class {_EXPECTED}")
     kind: Any = maker if isclass(maker) else type(maker)
     if not _is_task(maker) and (isclass(maker) or not callable(maker)):

@@ -1,13 +1,15 @@
-"""TRL's environments as a task: a class for TRL's ``environment_factory`` runs unchanged.
+"""TRL's environments as a task: classes for TRL's ``environment_factory`` run unchanged.
 
-An environment has ``reset(**row) -> str | None``, whose text is appended to the prompt. Its other public methods are
-tools: the model calls them and reads their results. ``get_reward() -> float``, if it exists, is called once at the end.
-A reply without a tool call ends the episode. If a tool raises, the model reads the error, as in TRL.
+An environment defines ``reset(**row) -> str | None``; poise appends the returned text to the prompt. The environment's
+other public methods are tools: the model calls the tools and reads their results. If the environment defines
+``get_reward() -> float``, poise calls this method once at the end. A reply without a tool call ends the episode. If a
+tool raises an error, the model reads the error, as in TRL.
 
-**Ours:** if a call is malformed, the model reads an error text. If ``reset`` or ``get_reward`` raises, or any call does
-not return in time, only that episode fails. If ``reset`` has a parameter ``seed`` that the row lacks, ``seed`` is the
-problem's number, so that all attempts at a problem get the same seed. Unlike in TRL, ``feedback() -> str`` is not a
-tool: poise calls it at the end for a description of the episode's result.
+**Ours:** if a call is malformed, the model reads an error message. If ``reset`` or ``get_reward`` raises an error, or
+any call does not return in time, only that episode fails. If ``reset`` has a parameter ``seed`` but the row has no such
+column, ``seed`` is the problem's number, so that all attempts at a problem get the same seed. Unlike in TRL,
+``feedback() -> str`` is not a tool: poise calls this method at the end of the episode to get a description of the
+result.
 """
 
 from __future__ import annotations
@@ -39,13 +41,14 @@ EMPTY: list[Message] = [{"role": "user", "content": ""}]  # TRL's prompt without
 
 @dataclass
 class Environment:
-    """An environment in the shape of TRL's ``environment_factory``: ``environment=my_env.py:Env``.
+    """An environment with the interface of TRL's ``environment_factory``: ``environment=my_env.py:Env``.
 
-    ``factory`` is a class or function, or its path. With ``file``, ``reset`` gets the file's rows, epoch after epoch;
-    ``test_file`` has the rows for testing; without it, a hash of each row chooses the share ``held_out``. ``reward``
-    names reward functions, which get ``environments=``, with ``reward_weights`` (default: 1 each); the environment's
-    own ``get_reward`` is added with weight 1. An attempt is correct if its reward reaches ``correct_at``. ``turns``
-    limits the replies of an episode, ``timeout`` the seconds of one call.
+    ``factory`` is a class or function, or its path. With ``file``, ``reset`` gets the file's rows, epoch after epoch.
+    ``test_file`` contains the test rows. Without ``test_file``, the share ``held_out`` of the rows is held out, chosen
+    by a hash of the row. ``reward`` names reward functions, which also get the argument ``environments``.
+    ``reward_weights`` are their weights (default: 1 each); the environment's ``get_reward`` is added with weight 1. An
+    attempt is correct if its reward is at least ``correct_at``. ``turns`` is the maximum number of replies per episode,
+    ``timeout`` the time limit for one call in seconds.
     """
 
     factory: str | Callable[[], Any]
@@ -82,10 +85,10 @@ class Environment:
             self._rows = _split(self.file, self.test_file, self.held_out)
             self._pool.check_columns(problem for split in self._rows.values() for problem in split)
             self.fingerprint = fingerprint(self._rows)
-            self.epoch = self._epoch  # only with a file: without one the task is not ``Finite``
+            self.epoch = self._epoch  # only with a file: without a file the task is not ``Finite``
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Rows for ``reset``, epoch after epoch. Without data, problems are only numbers, one in ten for testing."""
+        """Yield rows for ``reset``, epoch after epoch. Without data, yield numbers; one in ten is a test problem."""
         check_split(split)
         if self.file is not None:
             for number in count() if self._rows[split] else ():
@@ -101,11 +104,11 @@ class Environment:
         return Random(f"epoch {seed} {number} {split}").sample(self._rows[split], len(self._rows[split]))
 
     def episode(self, problem: Problem) -> EnvironmentEpisode:
-        """One episode, with its own environment while it lasts."""
+        """Create an episode. No other episode uses its environment at the same time."""
         return EnvironmentEpisode(problem, self._pool, self.turns, self.correct_at)
 
     def score_all(self, attempts: Sequence[Attempt]) -> list[Score]:
-        """The environment's reward plus the values of the reward functions."""
+        """Score each attempt: the environment's reward plus the weighted values of the reward functions."""
         scores = [attempt.episode.score() for attempt in attempts]
         alive = [at for at, score in enumerate(scores) if score.failed is None]
         if self._rewards is not None and alive:
@@ -136,7 +139,7 @@ class Environment:
 
 
 def _split(file: str, test_file: str | None, held_out: float) -> dict[str, list[Problem]]:
-    """The rows of a file as problems, and the held-out ones: from ``test_file``, or chosen by a hash of the row."""
+    """Read training and test problems. The test problems come from ``test_file`` or are chosen by a hash of the row."""
     problems = _problems_of(file)
     test = _problems_of(test_file) if test_file else [each for each in problems if share(_meaning(each)) < held_out]
     known = {_meaning(problem) for problem in test}
@@ -144,7 +147,7 @@ def _split(file: str, test_file: str | None, held_out: float) -> dict[str, list[
     if test_file and len(train) < len(problems):
         raise DataError(f"data {file}: some rows are also in {test_file}: remove them from one file")
     if not train:
-        raise DataError(f"data {file}: no row is left for training: give more rows, or lower held_out")
+        raise DataError(f"data {file}: no row is left for training: add rows, or lower held_out")
     return {"train": train, "test": test}
 
 
@@ -157,7 +160,7 @@ def _meaning(problem: Problem) -> str:
 
 
 def _load(path: str) -> Callable[[], Any]:
-    """The factory with this path: a class with ``reset``, or the user's own function. poise will call it."""
+    """Load the factory at a path: a class with a ``reset`` method, or the user's function, which poise will call."""
     factory: Callable[[], Any] = _user_code.load("environment", path, object)
     if inspect.isclass(factory):
         fits = callable(getattr(factory, "reset", None))
@@ -175,7 +178,8 @@ def _draw_number(rng: Random) -> tuple[str, int]:
 
 
 class _Pool:
-    """Environments that episodes reuse, as in TRL. If all are in use, the pool makes a new one."""
+    """A pool of environments, which episodes reuse as in TRL. If all environments are in use, the pool creates
+    another."""
 
     def __init__(self, factory: Callable[[], Any], timeout: float) -> None:
         self.factory, self.timeout = factory, timeout
@@ -184,7 +188,7 @@ class _Pool:
         self.free = [first]
         self.kind = type(first)
         if not callable(getattr(first, "reset", None)):
-            raise ValueError(f"environment: {self.kind.__name__} has no method reset")
+            raise ValueError(f"environment: {self.kind.__name__} has no reset method")
         methods = dict(inspect.getmembers(self.kind, predicate=inspect.isfunction))
         # A method ``feedback`` without arguments describes the episode's result; with arguments it is a tool.
         self.has_feedback = "feedback" in methods and len(inspect.signature(methods["feedback"]).parameters) == 1
@@ -195,7 +199,7 @@ class _Pool:
         self.wants_seed = "seed" in inspect.signature(self.kind.reset).parameters
 
     def check_columns(self, problems: Iterable[Problem]) -> None:
-        """Refuse a row that ``reset`` does not accept: all its episodes would fail."""
+        """Raise an error for a row that ``reset`` does not accept: every episode with this row would fail."""
         signature = inspect.signature(self.kind.reset)
         for problem in problems if inspect.isfunction(self.kind.reset) else ():
             try:
@@ -207,7 +211,7 @@ class _Pool:
                 ) from None
 
     def settings_of(self, problem: Problem) -> dict[str, Any]:
-        """The arguments of ``reset``: the columns of the row, and a seed if it has that parameter."""
+        """Return the arguments of ``reset``: the row's columns, and a seed if ``reset`` has a parameter ``seed``."""
         seed = {"seed": problem.data["number"]} if self.wants_seed else {}
         return {**seed, **problem.data["row"]}
 
@@ -216,7 +220,7 @@ class _Pool:
         return self.worker.run(self.timeout, function, *args, **settings)
 
     def make(self) -> Any:
-        """A new environment."""
+        """Create an environment."""
         try:
             return self.run(self.factory)
         except (Exception, SystemExit) as error:
@@ -224,7 +228,7 @@ class _Pool:
 
 
 def _check_tool(kind: type, name: str) -> None:
-    """Refuse a public method without type hints or a docstring: poise builds the tool's schema from them."""
+    """Raise an error if a tool lacks type hints or a docstring: the tool's schema is built from them."""
     method = getattr(kind, name)
     docstring = inspect.getdoc(method) or ""
     arguments = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
@@ -249,11 +253,11 @@ class EnvironmentEpisode:
         self.final_feedback = ""
 
     def tools(self) -> list[Callable[..., Any]]:
-        """The environment's public methods."""
+        """Return the environment's tools: its public methods, unbound."""
         return [getattr(self.pool.kind, name) for name in self.pool.tools]
 
     def start(self) -> list[Message]:
-        """The row's prompt, with what ``reset`` returns appended to its last message."""
+        """Return the row's prompt; the text from ``reset`` is appended to the last message."""
         row: Mapping[str, Any] = self.problem.data["row"]
         prompt = row.get("prompt", EMPTY)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -264,12 +268,12 @@ class EnvironmentEpisode:
         if self.failed is None and not last["content"]:
             raise TaskError(
                 f"{self.name}.reset returned no text, and there is no prompt: the model would read nothing; return the "
-                "task from reset, or give data with a prompt"
+                "task from reset, or use data with a prompt"
             )
         return [*messages[:-1], last]
 
     def step(self, reply: str) -> list[Message]:
-        """Run the tool calls of the reply. The episode ends if the reply has none, or after the last turn."""
+        """Run the reply's tool calls. Without a tool call, or after the last turn, the episode ends."""
         self.replies += 1
         if self.failed is not None:
             return []
@@ -283,7 +287,7 @@ class EnvironmentEpisode:
         return messages if self.replies < self.turns else []
 
     def score(self) -> Score:
-        """The value of ``get_reward``, or 0 without that method. Reward functions add to it later."""
+        """Return the score from ``get_reward``, or 0 without that method. ``score_all`` adds the reward functions."""
         reward = 0.0
         if self.failed is None and hasattr(self.pool.kind, "get_reward"):
             reward = self._call("get_reward")
@@ -294,7 +298,7 @@ class EnvironmentEpisode:
         return Score(reward, reward >= self.correct_at, {self.name: reward})
 
     def feedback(self) -> str:
-        """The result of the environment's ``feedback`` at the end of the episode, or the last text of a tool."""
+        """Return the text of the environment's ``feedback``, or else the last result of a tool."""
         if self.final_feedback:
             return self.final_feedback
         said = (
@@ -303,7 +307,7 @@ class EnvironmentEpisode:
         return f"{said} Turns: {self.replies}."
 
     def close(self) -> None:
-        """Ask for feedback, and return the environment to the pool. After a failure it is not reused."""
+        """Get the environment's feedback, and return the environment to the pool unless the episode failed."""
         if self.pool.has_feedback and self.failed is None and self.environment is not None:
             text = self._call("feedback")
             if self.failed is None and not isinstance(text, str):
@@ -326,5 +330,5 @@ class EnvironmentEpisode:
 
 
 def _synchronous(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method. If it is async, a call waits for its result."""
+    """Wrap a method so that a call waits for the result if the method is async."""
     return lambda **arguments: result_of(method(**arguments))

@@ -78,7 +78,7 @@ def heard(task: Task, problem: Problem, said: Any) -> list[Message]:
         return []
     if not isinstance(said, list | tuple) or not all(_is_message(each) for each in said):
         raise RewardError(
-            f"the messages of an episode of task {task.name!r} must be a list of dicts with the texts 'role' and "
+            f"the messages of an episode of task {task.name!r} must be a list of dicts with text for 'role' and  "
             f"'content', got {short(said)} (problem {problem.id})"
         )
     return [{**each, "content": readable(each["content"])} for each in said]
@@ -105,7 +105,7 @@ def judge_all(task: Any, attempts: Sequence[Attempt]) -> list[Score]:
     with explained(task, attempts[0].problem, "score_all()"):
         scores = list(task.score_all(attempts))
     if len(scores) != len(attempts):
-        raise RewardError(f"task {task.name!r} gave {len(scores)} scores for {len(attempts)} attempts")
+        raise RewardError(f"task {task.name!r} returned {len(scores)} scores for {len(attempts)} attempts")
     return [_checked(task, attempt.problem, score) for attempt, score in zip(attempts, scores, strict=True)]
 
 
@@ -133,7 +133,7 @@ def _plain(score: Any) -> Score:
     if getattr(score.answer, "__hash__", None) is None:  # equal answers are counted
         raise TypeError(f"answer must be text or None, got {short(score.answer)}")
     if score.failed is not None and not isinstance(score.failed, str):
-        raise TypeError(f"failed must say why in words, or be None, got {short(score.failed)}")
+        raise TypeError(f"failed must be the reason as text, or None, got {short(score.failed)}")
     parts = {str(name): _number(f"parts[{name!r}]", value) for name, value in score.parts.items()}
     correct = bool(score.correct) and score.failed is None
     return Score(_number("reward", score.reward), correct, parts, score.answer, score.failed)

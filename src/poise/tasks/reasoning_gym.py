@@ -1,18 +1,21 @@
 """A bridge to reasoning-gym: ``task.name=rg/chain_sum``, and its settings as ``task.min_terms=2``.
 
-reasoning-gym has its own scorers, and some of them are not safe for a model's text (version 0.1.25):
+reasoning-gym has a scorer for every generator. Some scorers are unsafe or too generous for a model's text (version
+0.1.25):
 
-- Nine evaluate the answer as Python, directly or through sympy. To seven of them (``EVALUATED``, ``SYMBOLIC``) poise
-  passes only Python literals, or short formulas without large powers; any other answer scores 0. For ``countdown`` and
-  ``puzzle24``, poise's own parser reads the answers; puzzle24's scorer also accepts numbers that are not in the
-  problem.
-- Some give nonsense a small score (0.01 to 0.25), one gives it the full score. So poise also lets each problem's scorer
-  score a nonsense word. If this word gets the full score, only the gold answer is right.
-- Some give the full score to ``nan``, to 0, to the gold number with another sign, or to the gold answer with more text
-  after it. Such an answer scores 0 (``is_plausible``).
-- One raises on nonsense. An answer on which the scorer raises scores 0; an answer on which it hangs gets no score.
+- Nine scorers evaluate the answer as Python, directly or through sympy. poise passes only Python literals to four of
+  them (``EVALUATED``) and only short formulas without large powers to three (``SYMBOLIC``); any other answer scores 0.
+  For ``countdown`` and ``puzzle24``, poise's parser replaces the scorer; puzzle24's scorer also accepts numbers that
+  are not in the problem.
+- Some scorers return a small score (0.01 to 0.25) for nonsense, one returns the full score. So poise also scores a
+  nonsense word on each problem. If this word gets the full score, only the gold answer is right.
+- Some scorers return the full score for ``nan``, for 0, for the gold number with the opposite sign, or for the gold
+  answer with more text after it. In poise, such an answer scores 0 (``is_plausible``).
+- One scorer raises an error on nonsense. If a scorer raises an error, the answer scores 0; if a scorer hangs, the
+  answer gets no score.
 
-By default the reward is 1 for the full score, else 0. With ``partial`` it is the score minus the score of nonsense.
+By default the reward is 1 for the full score, else 0. With ``partial``, the reward is the score minus the score of
+nonsense.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ INSTRUCTION = "Think first, then answer, in this form: <think>your reasoning</th
 NONSENSE = "xyzzy"
 LONGEST = 10_000  # characters of an answer
 FULL = 1 - 1e-9
-TEST_SHARE = 4  # one question in four is for testing: some generators take seconds per question
-BLOCK = 64  # questions made from one seed
+TEST_SHARE = 4  # one question in four is a test question: some generators need seconds per question
+BLOCK = 64  # questions per seed
 EVALUATED = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 SYMBOLIC = ("intermediate_integration", "polynomial_multiplication", "simple_integration")
 NUMBERS = ("countdown", "puzzle24")
@@ -54,9 +57,9 @@ _POWER = re.compile(r"(?:\*\*|\^)\s*(\(?\s*-?\s*\d{1,2}(?![\d.])(?!\s*(?:\*\*|\^
 
 
 def reasoning_gym(name: str) -> Callable[..., ReasoningGym]:
-    """Puzzles of reasoning-gym; NAME is one of its generators.
+    """Puzzles from reasoning-gym; NAME is one of its generators.
 
-    Returns the function that builds the task. Its parameters are the generator's settings and our own.
+    Return the function that builds the task. Its parameters are the generator's settings and poise's settings.
     """
     kinds = _generators()
     if name not in kinds:
@@ -90,10 +93,11 @@ def _generators() -> Mapping[str, Any]:
 
 @dataclass
 class ReasoningGym:
-    """A generator of reasoning-gym with its scorer.
+    """A task with a generator and a scorer from reasoning-gym.
 
-    ``settings`` are the generator's. ``instruction`` is the text after a question. With ``partial`` the reward is the
-    score minus the score of nonsense instead of 0 or 1. ``timeout`` limits a scorer's time in seconds.
+    ``settings`` are the generator's settings. ``instruction`` is the text after a question. With ``partial``, the
+    reward is the score minus the score of nonsense, instead of 0 or 1. ``timeout`` is the time limit for one answer in
+    seconds.
     """
 
     dataset: str
@@ -120,7 +124,7 @@ class ReasoningGym:
         return f"rg/{self.dataset}"
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Questions of one split. No question and no question's seed is in both splits."""
+        """Yield the questions of one split. The splits share no question and no seed."""
         check_split(split)
         misses = 0
         for number in _numbers(split, Random(f"{self.name} {seed}")):
@@ -138,7 +142,7 @@ class ReasoningGym:
     def _create(self, block: int) -> Any:
         from reasoning_gym import create_dataset
 
-        # Most generators make question i from seed + i, so seeds that are BLOCK apart share no question.
+        # Most generators build question i from seed + i, so blocks with seeds at least BLOCK apart share no question.
         return create_dataset(self.dataset, size=BLOCK, seed=block * BLOCK, **self.settings)
 
     def _make(self, number: int) -> dict[str, Any]:
@@ -147,13 +151,13 @@ class ReasoningGym:
         return entry
 
     def score(self, problem: Problem, text: str) -> Score:
-        """The scorer's result, with the guards described at the top of this file."""
+        """Score a reply with the scorer, and apply the guards described at the top of this file."""
         answer = last_answer(text)
         if not answer or len(answer) > LONGEST:  # some scorers accept an empty answer
             return Score(0.0, False)
         entry = self._entry(problem.data["number"])
         if entry["question"] != problem.data["question"]:
-            return Score(0.0, False, failed=f"{self.name} makes another question from the same number")
+            return Score(0.0, False, failed=f"{self.name} now builds a different question from the same number")
         try:
             value = self._worker.run(self.timeout, self._value, answer, entry)
         except HungError as error:
@@ -162,15 +166,15 @@ class ReasoningGym:
         return Score(value if self.partial else float(correct), correct, answer=" ".join(answer.split()))
 
     def gold(self, problem: Problem) -> Any:
-        """The generator's own answer; other answers may be right too."""
+        """Return the generator's answer. Other answers may be right too."""
         return self._entry(problem.data["number"])["answer"]
 
     def feedback(self, problem: Problem, text: str) -> str:  # noqa: ARG002
-        """Says whether an answer could be read; the scorers give no feedback."""
+        """Return a hint if no answer could be read, else "": the scorers have no feedback."""
         return "" if last_answer(text) else "No answer could be read: write it between <answer> and </answer>."
 
     def _value(self, answer: str, entry: dict[str, Any]) -> float:
-        """The score between 0 and 1, minus the score of nonsense."""
+        """Score an answer from 0 to 1, minus the score of nonsense unless the answer is right."""
         gold = entry["answer"]
         if answer == gold:
             return 1.0
@@ -189,11 +193,12 @@ class ReasoningGym:
     def _ask(self, answer: str, entry: dict[str, Any]) -> float:
         try:
             return min(1.0, max(0.0, float(self._scorer(answer, entry))))
-        except Exception:  # the scorer's author did not expect such an answer
+        except Exception:  # the scorer did not expect such an answer
             return 0.0
 
     def _harmless(self, answer: str) -> bool:
-        """Whether the scorer may see the answer. If it evaluates answers, they must be literals or small formulas."""
+        """Whether the answer is safe for the scorer. A scorer that evaluates answers gets only literals or small
+        formulas."""
         if self.dataset in EVALUATED:
             try:
                 ast.literal_eval(answer)
@@ -203,14 +208,14 @@ class ReasoningGym:
 
 
 def _numbers(split: Split, rng: Random) -> Iterator[int]:
-    """Question numbers, block after block; even blocks are for training."""
+    """Yield question numbers, block after block; even blocks belong to the training split."""
     while True:
         block = 2 * rng.getrandbits(23) + (split == "test")
         yield from range(block * BLOCK, (block + 1) * BLOCK)
 
 
 def _reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether an expression has the value ``target`` and uses exactly the given numbers."""
+    """Whether an expression has the value ``target`` and uses every number in ``numbers`` exactly once."""
     try:
         value, used = evaluate(answer)
     except ExpressionError:
@@ -219,7 +224,7 @@ def _reaches(answer: str, numbers: Sequence[int], target: int) -> bool:
 
 
 def is_plausible(answer: str, gold: Any) -> bool:
-    """Whether an answer can be right. If the gold answer is a number, it must be within 1 % of that number."""
+    """Whether an answer can be right. If the gold answer is a number, the answer must be within 1 % of this number."""
     if not isinstance(gold, str):
         return True
     reply, truth = (" ".join(text.casefold().split()).strip(" .`\"'") for text in (answer, gold))
@@ -235,7 +240,7 @@ def is_plausible(answer: str, gold: Any) -> bool:
 
 
 def is_small_formula(text: str) -> bool:
-    """Whether sympy may read a text: known functions, single letters, numbers and operators, and no large power."""
+    """Whether a text is safe for sympy: known functions, single letters, numbers and operators, and no large power."""
     if len(text) > 300 or not _FORMULA.fullmatch(text):
         return False
     size = 1

@@ -1,8 +1,8 @@
-"""Search QA: questions about a small made-up world, answered with a search and a calculator tool.
+"""Search QA: questions about a small made-up world, to be answered with a search tool and a calculator.
 
-A world has towns, people, firms and products, a passage about each, and questions that combine their facts. Every world
-has its own names and numbers, so no other world reveals an answer. The chat template offers the tools; arguments are
-checked, and nothing is executed as code.
+A world has towns, people, firms and products, a passage about each of them, and questions that combine facts from
+several passages. Every world has its own names and numbers, so no other world reveals an answer. The chat template
+describes the tools to the model. Tool arguments are checked, and nothing is executed as code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Index:
         self.passages_with = Counter(word for counts in self.counts for word in counts)
 
     def search(self, query: str, count: int = 3) -> list[str]:
-        """The ``count`` best passages that share a word with the query, best first."""
+        """Return the ``count`` best passages that share a word with the query, best first."""
         words = set(_words(query[:LONGEST_QUERY]))
         scored = [(-self._score(words, at), at) for at in range(len(self.passages))]
         return [self.passages[at] for score, at in sorted(scored)[:count] if score < 0]
@@ -60,7 +60,7 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-# A relation leads from one thing to the next. It has a sentence for a passage and a phrase for a question.
+# A relation maps a thing to a value: another thing, a region or a number. It has a sentence and a question phrase.
 RELATIONS = {
     "founded": ("town", "{0} was founded in {1}.", "the year in which {} was founded"),
     "region": ("town", "{0} lies in {1}.", "the region in which {} lies"),
@@ -75,14 +75,14 @@ CHAINS: dict[int, tuple[tuple[str, ...], ...]] = {  # by the number of passages 
     2: (("birthplace", "founded"), ("birthplace", "region"), ("founder", "born"), ("product", "price")),
     3: (("founder", "birthplace", "founded"), ("founder", "birthplace", "region")),
 }
-NUMBERS = ("founded", "born", "price")  # relations that end in a number
+NUMBERS = ("founded", "born", "price")  # relations whose value is a number
 _STARTS = [*"bdfghklmnprstvz", "br", "dr", "gr", "kl", "st", "tr"]
 _VOWELS = "aeiou"
 _ENDS = [*"lnrsmk", "ld", "nd", "rt", "sk"]
 
 
 class World:
-    """Things by kind, and their facts."""
+    """A made-up world: its things by kind, and their facts."""
 
     def __init__(self, number: int, size: int) -> None:
         rng = Random(f"world {number} {size}")
@@ -122,10 +122,11 @@ class World:
         return " ".join(RELATIONS[relation][1].format(thing, value) for relation, value in facts)
 
     def question(self, rng: Random, hops: int, sums: float) -> dict[str, Any]:
-        """A question that needs ``hops`` passages; with probability ``sums`` it ends in a calculation.
+        """Draw a question that needs ``hops`` passages. If the chain ends in a number, add a calculation with
+        probability ``sums``.
 
-        It has a text, an answer, and the path to the answer: a start, a chain of relations, and ``sum``, a calculation
-        with {} for the value at the end of the chain, or None.
+        The question has a text, an answer, and the path to the answer: a start, a chain of relations, and ``sum``.
+        ``sum`` is a calculation, with {} for the value at the end of the chain, or None.
         """
         chain = rng.choice(CHAINS[hops])
         start = rng.choice(self.things[RELATIONS[chain[0]][0]])
@@ -141,12 +142,12 @@ class World:
 
 @lru_cache(maxsize=64)
 def world(number: int, size: int) -> World:
-    """The world with this number."""
+    """Return the world with this number and size, from a cache."""
     return World(number, size)
 
 
 def follow(passages: str, thing: str, relation: str) -> str | None:
-    """The target of ``relation`` for ``thing`` in the passages; None if they do not have it."""
+    """Look up the ``relation`` of ``thing`` in the passages; None if the passages do not contain it."""
     before, behind = RELATIONS[relation][1].format(thing, "\0").split("\0")
     match = re.search(re.escape(before) + r"([^.]{1,60})" + re.escape(behind), passages)
     return match[1] if match else None
@@ -173,12 +174,12 @@ SCHEMAS = [
 
 @dataclass
 class SearchQA:
-    """Search QA: multi-hop questions about a made-up world, with a search and a calculator tool; no download.
+    """Search QA: multi-hop questions about a made-up world, with a search tool and a calculator; no download needed.
 
-    ``hops`` is the number of passages that a question needs: a number, several numbers, or a range. Of the questions
-    that end in a number, the share ``sums`` asks for a multiple of it. Every question has its own world with ``size``
-    things of each of four kinds. A search returns ``results`` passages. ``turns`` limits the replies of an episode,
-    ``instruction`` is the text after a question.
+    ``hops`` is the number of passages that a question needs: a number, several numbers or a range. If the value asked
+    for is a number, the question asks for a multiple of this number with probability ``sums``. Every question has its
+    own world with ``size`` things of each of four kinds. A search returns up to ``results`` passages. ``turns`` is the
+    maximum number of replies per episode, ``instruction`` the text after a question.
     """
 
     hops: int | str | Sequence[int] = "1-3"
@@ -200,7 +201,7 @@ class SearchQA:
         check_whole("SearchQA", "turns", self.turns, 1, 64)
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Questions of one split; no world is in both."""
+        """Yield the questions of one split; no world is in both splits."""
         check_split(split)
         rng = Random(f"search-qa {seed}")
         hops = sizes("SearchQA", "hops", self.hops, 1, 3)
@@ -213,7 +214,7 @@ class SearchQA:
             yield Problem(name, prompt, f"{question['hops']} hop{'s' * (question['hops'] > 1)}", data)
 
     def episode(self, problem: Problem) -> SearchEpisode:
-        """One dialogue with the tools."""
+        """Start a dialogue about the problem's question."""
         return SearchEpisode(problem, self)
 
 
@@ -223,7 +224,7 @@ def _draw_world(rng: Random) -> tuple[str, int]:
 
 
 class SearchEpisode:
-    """One dialogue: tool calls and their results, until a reply without a call."""
+    """A dialogue: tool calls and their results, until a reply without a tool call."""
 
     def __init__(self, problem: Problem, task: SearchQA) -> None:
         self.problem, self.task = problem, task
@@ -232,15 +233,15 @@ class SearchEpisode:
         self.results: list[str] = []  # the tools' results
 
     def tools(self) -> list[Schema]:
-        """The schemas of both tools."""
+        """Return the schemas of both tools."""
         return SCHEMAS
 
     def start(self) -> list[Message]:
-        """The question."""
+        """Return the message with the question."""
         return [{"role": "user", "content": self.problem.prompt}]
 
     def step(self, reply: str) -> list[Message]:
-        """Answer the calls of a reply; a reply without a call ends the dialogue."""
+        """Answer the reply's tool calls. A reply without a tool call ends the dialogue."""
         self.replies.append(reply)
         tools = {"search": self._search, "calculator": lambda expression: number_text(evaluate(expression)[0])}
         messages = answer_all(reply, tools, SCHEMAS)
@@ -251,13 +252,13 @@ class SearchEpisode:
         return "\n".join(self.world.index.search(query, self.task.results)) or "nothing found"
 
     def score(self) -> Score:
-        """1 for the right answer, else 0."""
+        """Score 1 for the right answer, else 0."""
         answer = self._answer()
         correct = answer is not None and answer == normal(self.problem.data["answer"])
         return Score(float(correct), correct, answer=answer)
 
     def _answer(self) -> str | None:
-        """The answer in the last reply; None if it is a tool call or empty."""
+        """Return the answer in the last reply; None if the reply has a tool call or the answer is empty."""
         last = self.replies[-1] if self.replies else ""
         if calls_in(last):
             return None
@@ -265,7 +266,7 @@ class SearchEpisode:
         return normal(conclusion(last) if answer is None else answer) or None
 
     def feedback(self) -> str:
-        """How the episode ended, in a few sentences that do not reveal the right answer."""
+        """Describe how the episode ended, without revealing the right answer."""
         answer = self._answer()
         if answer is not None:
             sentences = [f"The answer {quote(answer)} is {'right' if self.score().correct else 'wrong'}."]
@@ -281,7 +282,7 @@ class SearchEpisode:
         return " ".join(sentences)
 
     def expert(self) -> str:
-        """The reply of a solver that knows how the question is built but nothing about the world."""
+        """Return the reply of a solver that knows the question's chain of relations but no fact of the world."""
         question: dict[str, Any] = dict(self.problem.data)
         passages, value = "\n".join(self.results), question["start"]
         for relation in question["chain"]:
@@ -297,7 +298,7 @@ class SearchEpisode:
 
 
 def normal(text: str) -> str:
-    """Normal form of an answer: lower-case letters and digits, no article."""
+    """Normalize an answer: lower-case words of letters and digits, without articles."""
     words = re.findall(r"[^\W_]+", text[:LONGEST_ANSWER].casefold())
     return " ".join(word for word in words if word not in ("the", "a", "an"))
 

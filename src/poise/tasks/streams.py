@@ -36,7 +36,7 @@ def draw(
         if not problems:
             notes = "".join(f"; {note}" for note in getattr(task, "notes", []))  # a note may give the reason
             why = _why_none_held_out(task, seed) if split == "test" else notes
-            raise TaskError(f"task {task.name!r} has no problem of split {split}{why}")
+            raise TaskError(f"task {task.name!r} has no problem in split {split}{why}")
         return _fitting(task, problems, fits)
     fitting: list[Problem] = []
     others: list[Problem] = []
@@ -48,7 +48,7 @@ def draw(
             if len(problems) < missing:
                 raise TaskError(
                     f"task {task.name!r} has {len(fitting) + len(problems)} problems of split {split}, but {count} are "
-                    "needed: problems() must not end; begin again with the first, shuffled by the seed"
+                    "needed: problems() must not end; start over from the first problem, shuffled by the seed"
                 )
             _check_texts(task, problems)
             for problem in problems:
@@ -97,7 +97,7 @@ def training_problems(
         return draw(task, "train", step_seed, count, fits)
     size = len(task.epoch("train", seed, 0))
     if not size:
-        raise TaskError(f"task {task.name!r} has no problem of split train")
+        raise TaskError(f"task {task.name!r} has no problem in split train")
     positions = [divmod(problem, size) for problem in range((step - 1) * count, step * count)]  # epoch, index
     epochs = {epoch: task.epoch("train", seed, epoch) for epoch in {epoch for epoch, _ in positions}}  # one call each
     return _fitting(task, [epochs[epoch][index] for epoch, index in positions], fits)
@@ -156,5 +156,5 @@ def draw_of_split(
             return candidate
     raise TaskError(
         f"{owner}: no {split} problem among {PATIENCE} draws: these settings allow too few different problems; "
-        "widen them"
+        "widen the settings"
     )

@@ -140,5 +140,5 @@ def test_mistakes_are_named(tmp_path: Path, file: str, puzzles: list[Puzzle]) ->
         from_file(file, depth=2)
     one = from_file(written(tmp_path / "one.jsonl", [good]))
     absent = "test" if one.of_file["train"] else "train"
-    with pytest.raises(tasks.TaskError, match=f"no problem of split {absent}"):
+    with pytest.raises(tasks.TaskError, match=f"no problem in split {absent}"):
         tasks.draw(one, absent, 0, 1)  # type: ignore[arg-type]
