@@ -152,7 +152,7 @@ def test_a_pass_that_does_not_fit_ends_the_run(monkeypatch):
 def test_it_is_written_down(tmp_path, monkeypatch):
     monkeypatch.setattr("poise.trainer.repeatable", lambda _: _device.planned(0))
     monkeypatch.setattr("poise.training.update.policy_loss", full)
-    with pytest.raises(poise.trainer.TrainError, match="with deterministic=true passes do not become smaller"):
+    with pytest.raises(poise.trainer.TrainError, match="deterministic=true does not allow smaller passes"):
         run(tmp_path, "steps=1")
     saved = (tmp_path / "run" / "out_of_memory.json").read_text()
     assert '"step": 1' in saved

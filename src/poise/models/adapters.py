@@ -1,11 +1,11 @@
-"""peft's LoRA adapters in poise's own matrix products: in training, and in the fused decoding step.
+"""Compute peft's LoRA adapters in poise's own matrix products, in training and in the fused decoding step.
 
 An adapted layer computes ``W x + s·B(A x)``, with A (r, in), B (out, r) and s = alpha / r. Sampling does not merge the
 adapter into a copy ``W + s·B A``: the copy would double the model's memory, and bfloat16 rounds a small update away.
-After ten Adam steps at a learning rate of 1e-5 the merged weights lack nine tenths of what the adapter does
-(``tests/models/test_adapters.py``), so a different policy would sample.
+After ten Adam steps at a learning rate of 1e-5 the merged weights lack nine tenths of the adapter's effect
+(``tests/models/test_adapters.py``), so sampling would use a different policy.
 
-In training ``use_lean_forward`` replaces peft's forward pass, which reads and writes the outputs of a layer three times
+In training, ``use_lean_forward`` replaces peft's forward pass, which reads and writes a layer's outputs three times
 more often. With float32 adapters on bfloat16 weights, peft also converts inputs and outputs, and keeps the converted
 inputs for the backward pass.
 """
@@ -38,14 +38,14 @@ def base_layer(layer: Any) -> Any:
 
 
 def adapter_of(layer: Any) -> Adapter | None:
-    """The adapter of a layer; None if it has none or one of another kind."""
+    """The layer's plain LoRA adapter; None if the layer has no adapter or another kind."""
     return _plain_adapter(layer) if _is_adapted(layer) else None
 
 
 def is_linear(layer: Any) -> bool:
     """Whether a layer is a plain linear layer, with or without a single plain LoRA adapter.
 
-    False for LoRA variants (DoRA and others), dropout, a bias in the adapter, several adapters or merged ones.
+    False for LoRA variants (DoRA and others), dropout, a bias in the adapter, several adapters or a merged adapter.
     """
     return type(base_layer(layer)) is nn.Linear and (not _is_adapted(layer) or _plain_adapter(layer) is not None)
 
@@ -70,16 +70,19 @@ def _plain_adapter(layer: Any) -> Adapter | None:
 
 
 def use_lean_forward(model: nn.Module) -> None:
-    """Make layers with a plain adapter compute it in few passes over memory. All other layers run peft's own code."""
+    """Replace the forward pass of layers with a plain adapter by one that reads and writes less memory.
+
+    All other layers run peft's own code.
+    """
     for layer in model.modules():
         if adapter_of(layer) is not None and is_linear(layer):
-            # With an attribute of the layer instead, torch.compile would compile every layer.
+            # With an attribute of the layer instead, torch.compile would compile every layer separately.
             layer.__class__ = _lean_class()
 
 
 @cache
 def _lean_class() -> type:
-    """peft's layer with a forward pass of its own; peft need not be installed."""
+    """peft's LoRA layer with poise's forward pass. Defined on first use, because peft may not be installed."""
     from peft.tuners.lora.layer import Linear
 
     class LeanLinear(Linear):  # type: ignore[misc]
@@ -94,7 +97,7 @@ def _lean_class() -> type:
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """``W x + b + s·B(A x)`` with frozen W and b. The adapter is added in place, to the output and to the gradient."""
+    """``W x + b + s·B(A x)`` with frozen W and b. The adapter's output and gradient are added in place."""
 
     @staticmethod
     def forward(
@@ -121,7 +124,7 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 class Part(NamedTuple):
-    """An adapted layer among joined layers: its columns in their product, and its rows in the joined A."""
+    """An adapted layer among joined layers, with its columns of the joined output and its rows of the joined A."""
 
     layer: Any
     outputs: slice
@@ -129,13 +132,13 @@ class Part(NamedTuple):
 
 
 class JoinedAdapters(NamedTuple):
-    """The adapters of linear layers that read the same input; their factors A are stacked in one matrix."""
+    """The adapters of linear layers that read the same input, with their A matrices stacked into one."""
 
     down: Tensor  # (sum of ranks, in)
     parts: Sequence[Part]
 
     def add_to(self, product: Tensor, x: Tensor) -> Tensor:
-        """Add the adapters' outputs for ``x`` (n, in) to ``product`` (n, out), the layers' own outputs, in place.
+        """Add the adapters' outputs for ``x`` (n, in) in place to ``product`` (n, out), the output without adapters.
 
         An adapter whose dtype differs from the layer's is computed in its own dtype, as in peft. Disabled adapters add
         nothing.
@@ -155,7 +158,7 @@ class JoinedAdapters(NamedTuple):
 
 
 def adapted_parts(layers: Sequence[Any]) -> list[Part]:
-    """The layers that have an adapter, each with its place among ``layers``."""
+    """One ``Part`` for each layer that has an adapter."""
     parts, output, rank = [], 0, 0
     for layer in layers:
         adapter, end = adapter_of(layer), output + layer.out_features
@@ -168,7 +171,10 @@ def adapted_parts(layers: Sequence[Any]) -> list[Part]:
 
 @contextmanager
 def untrained_adapters_filled(trunk: nn.Module) -> Iterator[None]:
-    """Inside, adapters that are still zero are random: otherwise a trial would not notice a step that ignores them."""
+    """Inside the context, fill adapters that are still zero with random values.
+
+    With zeros, a trial would not notice a decoding step that ignores adapters.
+    """
     found = (adapter_of(module) for module in trunk.modules())
     zero = [adapter.up for adapter in found if adapter is not None and not adapter.up.any()]
     with torch.no_grad():

@@ -1,13 +1,14 @@
 """How a model's layers run: compiled, checkpointed, and with joined projections.
 
-Compiled: in the packed passes of the update and in decoding. The layers are alike, so one compilation serves all.
+Compiled: the update's packed passes and decoding use compiled layers. All layers have the same code, so one compilation
+serves all.
 
-Checkpointed: to save memory in the update, layers keep only their input and recompute the rest.
+Checkpointed: to save memory in the update, layers keep only their input and recompute their activations.
 
-Joined: the weights of linear layers that read the same input (queries, keys, values; gate and up) are placed side by
-side in memory, and so are their adapters' first factors. One matrix product then computes them all in the fused
-decoding step (``sampling/native/fused_step.py``), whose time depends on the number of kernel launches. All other code
-runs unchanged.
+Joined: linear layers that read the same input (queries, keys, values; gate and up) store their weights side by side in
+memory, and their adapters' A matrices too. The fused decoding step (``sampling/native/fused_step.py``) then computes
+all of them in one matrix product, because its time depends on the number of kernel launches. All other code runs
+unchanged.
 """
 
 from __future__ import annotations
@@ -38,17 +39,20 @@ def can_compile(device: torch.device) -> bool:
 
 
 def compiling_pays(model: Any, tokens: float) -> bool:
-    """Whether compiling saves more time than it takes in training on ``tokens``; True if the config has no sizes."""
+    """Whether compiling saves more time than it takes in training on ``tokens`` tokens.
+
+    A model whose config states no sizes counts as large.
+    """
     config = model.config.get_text_config()
     layers, width = (getattr(config, name, None) or math.inf for name in ("num_hidden_layers", "hidden_size"))
     return can_compile(model.device) and tokens * layers * width > WORTH
 
 
 def compile_layers(trunk: nn.Module, backend: str = "inductor") -> None:
-    """Compile the trunk's layers for packed passes of any number of tokens, and for decoding of any number of rows.
+    """Compile the trunk's layers for packed passes of any length and for decoding with any number of rows.
 
-    Each call of a layer chooses by its ``packing`` and ``decoding`` keywords. Gradient checkpointing calls the layer
-    again in the backward pass, and that call must choose the same code.
+    Each call of a layer selects compiled or plain code by its ``packing`` and ``decoding`` keywords. Gradient
+    checkpointing calls the layer again in the backward pass, and that call must select the same code.
     """
     for name in ("rotary_emb", "norm"):  # uncompiled, each is many small kernels
         if isinstance(getattr(trunk, name, None), nn.Module):
@@ -70,28 +74,28 @@ def _dispatch(plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callab
 
 
 class OutOfMemoryError(ModelError):
-    """Not even a single response fits, although every memory-saving option is on."""
+    """A single response does not fit in memory, even with every memory-saving option on."""
 
     def __init__(self, where: str) -> None:
         super().__init__(
-            f"out of memory {where}: lower rollout.max_tokens, train an adapter (lora.rank=16), or, unless it is that "
-            "already, set dtype=bfloat16"
+            f"out of memory {where}: lower rollout.max_tokens, train an adapter (lora.rank=16), or set "
+            "dtype=bfloat16 if it is not set already"
         )
 
 
 class FixedPassError(OutOfMemoryError):
-    """A pass does not fit, and with ``deterministic=true`` passes keep the size that the settings give them."""
+    """A pass does not fit in memory, and ``deterministic=true`` does not allow smaller passes."""
 
     def __init__(self, tokens: int) -> None:
         ModelError.__init__(
             self,
-            f"out of memory in a pass of {tokens} tokens, and with deterministic=true passes do not become smaller, "
-            f"which would change the bits of the run: begin another run with optim.micro_tokens={max(1, tokens // 2)}",
+            f"out of memory in a pass of {tokens} tokens, and deterministic=true does not allow smaller passes, "
+            f"because they would change the run's bits: start a new run with optim.micro_tokens={max(1, tokens // 2)}",
         )
 
 
 def enable_checkpointing(trunk: Any) -> bool:
-    """Prepare the layers for ``checkpointed``. False if the model does not support gradient checkpointing."""
+    """Prepare the layers for ``checkpointed``. Return False if the model does not support gradient checkpointing."""
     layers = _layers(trunk)
     if not layers:
         return False
@@ -109,10 +113,10 @@ def enable_checkpointing(trunk: Any) -> bool:
 
 @contextmanager
 def checkpointed(trunk: nn.Module) -> Iterator[None]:
-    """Inside, layers keep only their input and recompute the rest in the backward pass.
+    """Inside the context, layers keep only their input and recompute their activations in the backward pass.
 
     transformers checkpoints only in training mode, which would also turn dropout on and the KV cache off. So this sets
-    only the layers' own ``training`` flag, for this one pass, and not the flags of their submodules.
+    only the layers' own ``training`` flag, not their submodules' flags, and only for this pass.
     """
     layers = _layers(trunk) if torch.is_grad_enabled() else []
     for layer in layers:
@@ -129,7 +133,7 @@ def _layers(trunk: nn.Module) -> list[nn.Module]:
 
 
 class JoinedLinear(NamedTuple):
-    """Linear layers that read the same input, as one layer. Its weights are views of theirs."""
+    """Linear layers that read the same input, run as one layer. Its weight is a view of their weights."""
 
     weight: Tensor
     bias: Tensor | None
@@ -141,7 +145,10 @@ class JoinedLinear(NamedTuple):
         return product if self.adapters is None else self.adapters.add_to(product, x)
 
     def covers(self, layers: Sequence[Any]) -> bool:
-        """Whether these layers' weights still share this layer's memory. Moving a model to a device separates them."""
+        """Whether these layers' weights still share this layer's memory.
+
+        Moving a model to another device separates them.
+        """
         parts, adapters = adapted_parts(layers), self.adapters
         if parts != (adapters.parts if adapters else []):
             return False
@@ -152,7 +159,7 @@ class JoinedLinear(NamedTuple):
 
 @torch.no_grad()
 def join(layers: Sequence[Any]) -> JoinedLinear:
-    """Put the weights of these layers side by side in memory. They remain the layers' own parameters."""
+    """Store the weights of these layers side by side in memory. The weights remain the layers' own parameters."""
     weights, biases = zip(*((base_layer(layer).weight, base_layer(layer).bias) for layer in layers), strict=True)
     parts = adapted_parts(layers)
     adapters = JoinedAdapters(_join(_downs(parts)), parts) if parts else None

@@ -1,9 +1,9 @@
 """Trials of a model's weights, head and packed passes at load: they reject models that poise would train wrongly.
 
 Trials use a few tokens. A sliding window of 4,096 tokens would have no effect on them, and a trial of 4,097 tokens
-would take a large model minutes on a CPU. So sliding windows shrink to a few tokens while a trial runs, in both places
-from which a model reads them: the configuration, from which transformers builds masks, and the attention modules, which
-pass them to attention functions. A model that uses only one of the two fails the trial.
+would take a large model minutes on a CPU. So each trial shortens sliding windows to a few tokens. A model has its
+window in two places: transformers builds masks from the configuration, and attention modules pass their own attribute
+to the attention function. The trial shortens both, and a model that uses only one of the two fails it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGE_LOGIT = 300.0  # far above any soft-cap in use, far below the range of flo
 
 @contextmanager
 def short_windows(model: nn.Module) -> Iterator[None]:
-    """Inside, every sliding window is SHORT tokens; layers without one are unchanged."""
+    """Inside the context, shorten every sliding window to SHORT tokens. Layers without a window are unchanged."""
     modules = list(model.modules())
     configs = [part for module in modules if (part := getattr(module, "config", None)) is not None]
     configs += [part.get_text_config() for part in configs if hasattr(part, "get_text_config")]
@@ -50,11 +50,11 @@ def short_windows(model: nn.Module) -> Iterator[None]:
 
 
 def check_weights(name: str, model: nn.Module, missing: Collection[str] = ()) -> None:
-    """Raise ModelError if weights are missing in the files, and therefore random, or not finite."""
+    """Raise ModelError if the files lack weights, which would then be random, or if weights are not finite."""
     if missing:
         raise ModelError(
             f"{name}: the files have no weights for {_some(sorted(missing))}, which would be random; the folder is "
-            "incomplete, or its config is of another model"
+            "incomplete, or its config belongs to another model"
         )
     if damaged := [path for path, value in model.named_parameters() if not bool(torch.isfinite(value).all())]:
         raise ModelError(
@@ -68,10 +68,10 @@ def _some(names: Sequence[str], shown: int = 3) -> str:
 
 @torch.no_grad()
 def head_fits(policy: Policy) -> bool:
-    """Whether ``head(trunk(x))`` equals the model's own output, for the real hidden states and for enlarged ones.
+    """Whether ``head(trunk(x))`` equals the model's own logits, for the real hidden states and for enlarged ones.
 
-    A soft-cap barely changes small logits, and a few test tokens may have only small ones. Training makes logits grow,
-    so the check also uses enlarged hidden states.
+    A soft-cap barely changes small logits, and the few test tokens may have only small logits. Training makes logits
+    grow, so the check also uses enlarged hidden states.
     """
     ids = torch.arange(1, 5, device=policy.device)[None] % policy.head().vocabulary
     states = policy.trunk(input_ids=ids, use_cache=False).last_hidden_state
@@ -103,7 +103,7 @@ def _same_logits(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def passes_agree(policy: Policy) -> bool:
-    """Whether each response gets the same hidden states in one pass with others as alone: nothing leaks between them.
+    """Whether each response has the same hidden states in a shared pass as in a separate pass: nothing leaks.
 
     Two of the three responses share a prompt; all are longer than the shortened windows.
     """
@@ -126,16 +126,17 @@ def passes_agree(policy: Policy) -> bool:
 
 
 def states_of(policy: Policy, ids: Tensor) -> Tensor:
-    """(2, L, W) hidden states of one sequence (1, L), with its embeddings unchanged and moved by a rounding error."""
+    """(2, L, W) hidden states of one sequence (1, L): with exact embeddings, and with embeddings off by rounding."""
     return twice(policy, lambda: policy.trunk(input_ids=ids, use_cache=False).last_hidden_state[0])
 
 
 @torch.no_grad()
 def twice(policy: Policy, run: Callable[[], Tensor]) -> Tensor:
-    """(2, …) the result of ``run``, with the embeddings unchanged and moved by about a rounding error.
+    """(2, …) results of ``run``: with the exact embeddings, and with embeddings off by about one rounding error.
 
-    The distance between the two shows how far rounding can move a result. In SmolLM2 in bfloat16 it is 1 to 10 % of
-    most states but 100 % of some: at the special tokens at the start of the vocabulary, and at a few others.
+    The distance between the two shows how far rounding can move a result. For SmolLM2 in bfloat16 the distance is 1 to
+    10 % of most hidden states, but 100 % at the special tokens at the start of the vocabulary and at a few other
+    tokens.
     """
 
     def shake(_module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
@@ -152,21 +153,21 @@ def twice(policy: Policy, run: Callable[[], Tensor]) -> Tensor:
 
 
 def completions_agree(policy: Policy, prompts: Sequence[Prompt], trial: Sequence[Completion]) -> bool:
-    """Whether an engine's log-probabilities equal those of one pass over prompts and responses."""
+    """Whether an engine's log-probabilities match the policy's from one pass over prompts and responses."""
     batch = padded_batch(prompts, [completion.tokens for completion in trial], policy.device)
     expected = twice(policy, lambda: policy.score(batch)[0][batch.mask]).cpu()
     return logp_close(torch.cat([completion.logp for completion in trial]), expected, policy.head().weight.dtype)
 
 
 def states_close(actual: Tensor, expected_twice: Tensor, dtype: torch.dtype) -> bool:
-    """Whether hidden states (…, W) equal those of ``twice``, (2, …, W), up to rounding in ``dtype``."""
+    """Whether hidden states (…, W) match ``expected_twice`` (2, …, W) from ``twice``, up to rounding in ``dtype``."""
     expected, shaken = expected_twice
     error, moved = ((x - expected).norm(dim=-1) for x in (actual.float(), shaken))
     return _within_rounding(error, moved, expected.norm(dim=-1), dtype)
 
 
 def logp_close(actual: Tensor, expected_twice: Tensor, dtype: torch.dtype) -> bool:
-    """``states_close`` for log-probabilities (N,): each error is compared with the root mean square of all values."""
+    """``states_close`` for log-probabilities (N,): errors are relative to the root mean square of all values."""
     expected, shaken = expected_twice
     size = expected.square().mean().sqrt().expand_as(expected)
     return _within_rounding((actual.float() - expected).abs(), (shaken - expected).abs(), size, dtype)
@@ -175,7 +176,7 @@ def logp_close(actual: Tensor, expected_twice: Tensor, dtype: torch.dtype) -> bo
 def _within_rounding(error: Tensor, moved: Tensor, size: Tensor, dtype: torch.dtype) -> bool:
     """Whether the root mean square of the errors, each divided by its tolerance, is at most 1.
 
-    The tolerance grows with the distance by which rounding moves a value, up to the size of the value.
+    A value's tolerance grows with the distance that rounding moves the value, up to the size of the value.
     """
     relative = 3e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
     allowed = relative * size + torch.minimum(2 * moved, size)

@@ -2,9 +2,9 @@
 
 ``pack`` chooses the responses of one forward pass; ``layout`` arranges their tokens.
 
-A *segment* is a run of packed tokens. Its tokens attend causally to each other. If several responses share a prompt,
-the prompt is a segment of its own and the *prefix* of each response's segment, whose tokens attend to all of it. A
-prompt with a single response forms one segment with it.
+A *segment* is a run of packed tokens that attend causally to each other. If several responses share a prompt, the
+prompt and each response are separate segments. The prompt is then the *prefix* of the responses' segments, and their
+tokens also attend to all prompt tokens. A prompt with a single response forms one segment with it.
 
 Shapes: B responses, T response tokens (padded), P distinct prompts, I pieces (a piece is a prompt or a response), L
 packed tokens, S segments, K keys, N response tokens of all rows.
@@ -25,16 +25,17 @@ from poise.batch import Extent, Prompt, TokenBatch
 
 
 def extents_of(batch: TokenBatch) -> Sequence[Extent]:
-    """The batch's extents, which every pass needs."""
+    """The batch's extents. Raises ValueError if the batch has none."""
     if batch.extents is None:
         raise ValueError("this pass needs TokenBatch.extents: build the batch with make_batch or padded_batch")
     return batch.extents
 
 
 def pack(batch: TokenBatch, rows: Sequence[int], tokens: int) -> list[list[int]]:
-    """Distribute rows over bins of at most ``tokens`` tokens, first-fit decreasing. A single response may exceed this.
+    """Distribute rows over bins of at most ``tokens`` tokens, first-fit decreasing.
 
-    A prompt counts once per bin. A group stays in one bin unless it is too large.
+    Only a bin with a single response may exceed the limit. A prompt counts once per bin. A group stays in one bin
+    unless it is too large.
     """
     extents = extents_of(batch)
     groups: dict[Prompt, list[int]] = {}
@@ -57,14 +58,17 @@ def tokens_in(batch: TokenBatch, rows: Sequence[int]) -> int:
 
 
 def own_tokens(batch: TokenBatch) -> Tensor:
-    """(N,) the places of the model's own tokens in the flattened (B, T), row after row."""
+    """(N,) flat indices into (B, T) of the model's own tokens, row after row."""
     places = response_tokens(batch)
     has_holes = any(extent.length != extent.own for extent in extents_of(batch))
     return places[batch.mask.flatten()[places]] if has_holes else places
 
 
 def response_tokens(batch: TokenBatch) -> Tensor:
-    """(N,) the places of all response tokens, including the environment's. The host does not wait for the device."""
+    """(N,) flat indices into (B, T) of all response tokens, including the environment's.
+
+    The host does not wait for the device.
+    """
     lengths = [extent.length for extent in extents_of(batch)]
     count_B, total = send(lengths, batch.mask.device), sum(lengths)
     row_N = torch.repeat_interleave(count_B, output_size=total)
@@ -73,7 +77,7 @@ def response_tokens(batch: TokenBatch) -> Tensor:
 
 
 def first_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Item numbers in bins: largest item first, each into the first bin with room, else into a new bin."""
+    """Distribute items over bins: largest item first, each into the first bin with room, else into a new bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -88,7 +92,7 @@ def first_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
 
 @dataclass(eq=False)
 class Packed:
-    """One forward pass: the packed tokens, and what each attends to. Index tensors are on the tokens' device."""
+    """One forward pass: the packed tokens and their attention layout. Index tensors are on the tokens' device."""
 
     ids: Tensor  # (1, L)
     positions: Tensor  # (1, L) of each token in its own sequence
@@ -99,18 +103,18 @@ class Packed:
     longest_q: int
     longest_k: int
     segments: Segments
-    # (S,) on the host: number of keys of each segment's sequence that an engine's cache already holds; None: no cache
+    # (S,) on the host: number of keys that an engine's cache already holds for each segment's sequence; None: no cache
     cached_S: Tensor | None = None
 
     @cached_property
     def padded(self) -> Padded:
-        """The segments as rectangles, for attention without variable lengths."""
+        """The segments as padded rectangles, for attention without variable lengths."""
         return Padded(self.segments, self.ids.device)
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """(S,) each, on the host. Segments follow each other without gaps: together they are the packed tokens."""
+    """(S,) tensors on the host. Segments follow each other without gaps and together cover all packed tokens."""
 
     start: Tensor
     length: Tensor
@@ -121,7 +125,7 @@ class Segments:
 def layout(batch: TokenBatch) -> Packed:
     """Pack all rows into one sequence: each prompt, followed by its responses without their last tokens.
 
-    A response's last token predicts nothing, so it is left out. Rows 0 and 1 share the prompt ``a b c``; their
+    A response's last token predicts nothing, so it is not packed. Rows 0 and 1 share the prompt ``a b c``; their
     responses are ``x y z`` and ``u v``. Row 2 has the prompt ``p q`` and the response ``r s t``:
 
         packed token    0  1  2 | 3  4 | 5 | 6  7  8  9     L = 10
@@ -137,7 +141,7 @@ def layout(batch: TokenBatch) -> Packed:
         starts_q        0 3 5 6 10
         starts_k        0 3 8 12 16
 
-    The host computes everything from the lengths, and sends it to the device in two transfers.
+    The host computes all indices from the lengths and sends them to the device in two transfers.
     """
     assert batch.targets is not None
     extents = extents_of(batch)
@@ -145,7 +149,7 @@ def layout(batch: TokenBatch) -> Packed:
 
 
 def layout_prompts(prompts: Sequence[Prompt], device: torch.device) -> Packed:
-    """Pack distinct prompts without responses; ``places`` are the indices of their last tokens."""
+    """Pack distinct prompts without responses; ``places`` holds the indices of their last tokens."""
     return _layout(prompts, [1] * len(prompts), torch.zeros((len(prompts), 1), dtype=torch.long, device=device))
 
 
@@ -160,7 +164,7 @@ def _layout(prompts: Sequence[Prompt], lengths: Sequence[int], tokens_BT: Tensor
     segments = _segments(pieces, prompt_length_P, single_P=torch.bincount(prompt_B) == 1)
     keys_K, starts_q, starts_k = _keys(segments)
 
-    # The token ids come from one flat tensor: the text of all prompts, then the (B, T) responses.
+    # The token ids come from one flat tensor: the tokens of all prompts, then the (B, T) responses.
     prompt_text = torch.tensor([token for prompt in prompt_numbers for token in prompt.tokens])
     prompt_first_P = prompt_length_P.cumsum(0) - prompt_length_P
     row_first_I = pieces.row * tokens_BT.shape[1] + len(prompt_text)
@@ -189,15 +193,15 @@ def _layout(prompts: Sequence[Prompt], lengths: Sequence[int], tokens_BT: Tensor
 
 
 def layout_group(prompt: Prompt, lengths: Sequence[int], device: torch.device) -> Packed:
-    """Pack responses of these lengths to one prompt. Their tokens do not matter."""
+    """Pack responses of these lengths to one prompt. All response tokens have id 0."""
     tokens_BT = torch.zeros((len(lengths), max(lengths)), dtype=torch.long, device=device)
     return _layout([prompt] * len(lengths), lengths, tokens_BT)
 
 
 def layout_continued(texts: Sequence[Sequence[int]], cached: Sequence[int], device: torch.device) -> Packed:
-    """Pack texts that continue sequences, of which an engine's cache holds ``cached`` keys each.
+    """Pack texts that each continue a sequence; an engine's cache holds ``cached`` keys of each sequence.
 
-    Unlike prompts, texts may be equal. ``places`` are the indices of their last tokens.
+    Unlike prompts, texts may be equal. ``places`` holds the indices of their last tokens.
     """
     length_S, cached_S = torch.tensor([len(text) for text in texts]), torch.tensor(cached)
     owner_L, offset_L = ragged(length_S)
@@ -212,13 +216,13 @@ def layout_continued(texts: Sequence[Sequence[int]], cached: Sequence[int], devi
 
 
 def ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """For rows of these lengths, laid end to end: each entry's row, and its index in that row."""
+    """Each entry's row, and its index in that row, for rows of these lengths laid end to end."""
     owner = torch.repeat_interleave(lengths)
     return owner, torch.arange(len(owner)) - (lengths.cumsum(0) - lengths)[owner]
 
 
 class _Pieces(NamedTuple):
-    """(I,) each, in packed order: a prompt, its responses, the next prompt, …"""
+    """(I,) tensors in packed order: a prompt, its responses, the next prompt, …"""
 
     prompt: Tensor  # number of the prompt
     row: Tensor  # row of the response; −1 for a prompt
@@ -250,7 +254,7 @@ def _places(pieces: _Pieces, prompt_B: Tensor, prompt_length_P: Tensor, response
 
 
 def _segments(pieces: _Pieces, prompt_length_P: Tensor, single_P: Tensor) -> Segments:
-    """One segment per piece that has tokens; ``single_P`` prompts form one segment with their only response."""
+    """One segment per piece that has tokens. A prompt in ``single_P`` forms one segment with its only response."""
     single_I = single_P[pieces.prompt]
     with_response_I = pieces.is_prompt & single_I  # the response is the next piece
     length_I = pieces.length.clone()
@@ -276,11 +280,11 @@ def _keys(segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Padded:
-    """The segments as rectangles: segments of similar length together, padded on the right.
+    """The segments in rectangles. Each rectangle has segments of similar length, padded on the right.
 
     Causal attention hides padded keys from every real query, so only prefixes of different lengths need a mask. If
-    there are prefixes, the first rectangle has them. A *slot* is a position in the rectangles, numbered through all of
-    them.
+    there are prefixes, they are in the first rectangle. A *slot* is a position in a rectangle; slots are numbered
+    across all rectangles.
     """
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
@@ -309,7 +313,10 @@ class Padded:
 
 
 def _by_length(part: Tensor, lengths: Tensor) -> list[Tensor]:
-    """Sort segments by length; start a new part below two thirds of a part's longest: little padding, few calls."""
+    """Sort segments by length and divide them into groups: little padding, few calls.
+
+    A new group starts at a segment shorter than two thirds of the group's longest.
+    """
     order = part[lengths[part].argsort(descending=True, stable=True)]
     parts: list[list[int]] = []
     longest = 0
@@ -335,7 +342,7 @@ class Rectangle:
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """The mask (rows or 1, 1, width, longest_prefix + width) to add to attention scores, the same for all layers.
 
-        None stands for plain causal attention.
+        None means plain causal attention.
         """
         if (window, dtype) not in self.masks:
             self.masks[window, dtype] = self._mask(window, dtype)

@@ -1,7 +1,7 @@
-"""From messages to token ids: through the chat template, and never with control tokens from a message's own text.
+"""Encode messages as token ids with the chat template. A message's own text never becomes control tokens.
 
-A tokenizer turns ``<|im_end|>`` into a control token wherever it occurs. In a problem's text that would end the user's
-turn and let the text speak for the model. poise always encodes a message's content as plain text.
+A tokenizer turns ``<|im_end|>`` into a control token wherever it occurs. In a problem's text, that token would end the
+user's turn and let the text speak for the model. So poise always encodes a message's content as plain text.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _DATE = [datetime.now()]  # the date in all prompts of a process or a run: it do
 
 
 class PromptError(ValueError):
-    """A text that cannot be encoded as plain text."""
+    """Text that cannot be encoded as plain text."""
 
 
 def encode(
     tokenizer: Any, messages: str | Sequence[Message], ends: Collection[int] = (), tools: Tools = ()
 ) -> list[int]:
-    """The ids of a dialogue up to the start of the model's turn. A string is one user message.
+    """The token ids of a dialogue up to the start of the model's turn. A string is one user message.
 
-    ``ends`` are the tokens that end a response. The chat template shows ``tools`` to the model; if it does not support
-    tools, they become text in the first message. If no message contains a control token, these are the ids of
-    ``apply_chat_template``. Otherwise only the template's own control tokens become control tokens, and the text
-    between them is encoded as plain text. Without a chat template the messages are joined by line breaks.
+    ``ends`` are the tokens that end a response. The chat template shows ``tools`` to the model; if the template does
+    not support tools, the first message describes them. If no message contains a control token, the ids equal the
+    result of ``apply_chat_template``. Otherwise only the template's own control tokens become control tokens, and the
+    text between them is encoded as plain text. Without a chat template, the messages are joined by line breaks.
     """
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     messages = announce(tokenizer, known_roles(tokenizer, messages), tools)
@@ -58,7 +58,7 @@ def encode(
     if not contained:
         return list(_render(tokenizer, messages, arguments, tokenize=True))
     ids, harmless = _encode(tokenizer, _pieces(tokenizer, messages, arguments), controls, ends)
-    # Some tokenizers treat the beginning of a text specially: then the encoded parts do not add up to the whole.
+    # Some tokenizers treat the start of a text specially: then the parts' ids differ from the whole text's ids.
     neutral = [{**message, "content": _without(contained, message["content"])} for message in messages]
     parts, _ = _encode(tokenizer, _pieces(tokenizer, neutral, arguments), controls, ends)
     _check(contained, harmless and parts == list(_render(tokenizer, neutral, arguments, tokenize=True)))
@@ -68,7 +68,7 @@ def encode(
 def as_text(tokenizer: Any, messages: str | Sequence[Message]) -> str:
     """The dialogue up to the start of the model's turn as text, for a server that encodes it with its own tokenizer.
 
-    The text lacks the token that this tokenizer puts before every text, because the server's tokenizer adds it again.
+    The text has no beginning-of-text token if this tokenizer adds one, because the server's tokenizer adds it again.
     """
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     messages = known_roles(tokenizer, messages)
@@ -87,12 +87,12 @@ def encode_next(
     ends: Collection[int] = (),
     tools: Tools = (),
 ) -> list[int]:
-    """The ids that follow the model's reply: the end of its turn, the new messages, the start of its next turn.
+    """The token ids after the model's reply: the end of its turn, the new messages, the start of its next turn.
 
-    ``before`` are the messages so far, with the reply last; ``said`` are the new messages. ``last`` is the reply's last
-    token: if it is an end token, the turn has ended, and the template's text up to that token is left out. Earlier
-    turns do not matter, and a template may change them (Qwen3's drops the reasoning of earlier replies). So this
-    renders only the opening and the reply, with neutral text.
+    ``before`` holds the messages so far and ends with the reply; ``said`` holds the new messages. ``last`` is the
+    reply's last token. If ``last`` is an end token, the result begins after that token in the template's text. Earlier
+    turns do not change the result, and a template may change them (Qwen3's template removes the reasoning of earlier
+    replies). So of ``before``, only the opening and the reply are rendered, with neutral text.
     """
     said = known_roles(tokenizer, said)
     if not tokenizer.chat_template:
@@ -116,7 +116,7 @@ def opened(tokenizer: Any) -> str:
 
 
 def starts_no_turn(tokenizer: Any) -> bool:
-    """Whether the chat template marks the start of the model's turn before a reply but not in a prompt."""
+    """Whether the chat template marks the start of the model's turn before a reply but not at the end of a prompt."""
     if not tokenizer.chat_template:
         return False
     prompt, answered = _turn(tokenizer), _turn(tokenizer, [{"role": "assistant", "content": "x"}])
@@ -125,13 +125,16 @@ def starts_no_turn(tokenizer: Any) -> bool:
 
 
 def _turn(tokenizer: Any, more: Sequence[Message] = (), *, start: bool = True) -> str:
-    """The template's text after a user's message; empty if it fails, which encoding the first prompt will report."""
+    """The template's text after a user's message; empty if rendering fails.
+
+    Encoding the first prompt will report such a failure.
+    """
     messages = [{"role": "user", "content": _PROBE}, *more]
     return _tried(tokenizer, messages, add_generation_prompt=start and not more).rpartition(_PROBE)[2]
 
 
 def _tried(tokenizer: Any, messages: Sequence[Message], **arguments: Any) -> str:
-    """The messages rendered by the chat template; empty if it fails: third-party code may raise anything."""
+    """The messages rendered by the chat template; empty if rendering fails: third-party code may raise anything."""
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
     except Exception:
@@ -139,20 +142,20 @@ def _tried(tokenizer: Any, messages: Sequence[Message], **arguments: Any) -> str
 
 
 def encode_prefill(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text that begins the model's turn; a tag such as ``<think>`` may be a single token."""
+    """The token ids of text that begins the model's turn; a tag such as ``<think>`` may be a single token."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
 def plain(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a plain text. Special tokens are neither recognised nor added."""
+    """The token ids of plain text. Special tokens are neither recognised nor added."""
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
 
 def _check(contained: Sequence[str], harmless: bool) -> None:
     if not harmless:
         raise PromptError(
-            f"the text holds {', '.join(map(repr, contained))}, a control token of the model, and this tokenizer and "
-            "its chat template do not let poise encode it as plain text: take it out of the problem's text"
+            f"the text contains {', '.join(map(repr, contained))}, a control token of the model, and with this tokenizer "
+            "and chat template poise cannot encode it as plain text: remove it from the problem's text"
         )
 
 
@@ -163,7 +166,7 @@ def _without(tokens: Sequence[str], text: str) -> str:
 
 
 def _controls(tokenizer: Any, ends: Collection[int]) -> dict[str, int]:
-    """The control tokens' ids by their texts. To the model, a control token means more than its text."""
+    """The control tokens' ids by their text. To the model, a control token means more than its text."""
     added = tokenizer.added_tokens_decoder.items()
     return {token.content: i for i, token in added if token.content and (token.special or i in ends)}
 
@@ -197,21 +200,21 @@ def _pieces(tokenizer: Any, messages: Sequence[Message], arguments: dict[str, An
         at += len(content) + len(behind)
     if not exact or at != len(whole):
         raise PromptError(
-            "the chat template changes a message's text; poise needs it unchanged where the text holds control tokens, "
-            "and in a dialogue of several turns"
+            "the chat template changes a message's text; poise needs the text unchanged if it contains control "
+            "tokens or if the dialogue has several turns"
         )
     return pieces
 
 
 def _encode(tokenizer: Any, pieces: Pieces, controls: dict[str, int], ends: Collection[int]) -> tuple[list[int], bool]:
-    """The ids, and whether the plain text between control tokens encodes to no control token.
+    """The token ids, and whether the plain text between control tokens encodes without control tokens.
 
-    The text is cut at the template's control tokens, as a tokenizer does before anything else.
+    The text is split at the template's control tokens, as a tokenizer does first.
     """
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     runs, cuts = _runs(pieces, controls)
     for number, cut in enumerate(cuts):
-        if added[cut].lstrip:  # this token absorbs the space beside it
+        if added[cut].lstrip:  # this token absorbs adjacent spaces
             runs[number] = runs[number].rstrip()
         if added[cut].rstrip:
             runs[number + 1] = runs[number + 1].lstrip()
@@ -224,7 +227,7 @@ def _encode(tokenizer: Any, pieces: Pieces, controls: dict[str, int], ends: Coll
 
 
 def _runs(pieces: Pieces, controls: dict[str, int]) -> tuple[list[str], list[str]]:
-    """The pieces of text between the template's control tokens, and these tokens."""
+    """The text between the template's control tokens, and these control tokens."""
     pattern = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
     runs, cuts = [""], []
     for text, is_content in pieces:
@@ -239,7 +242,7 @@ def _runs(pieces: Pieces, controls: dict[str, int]) -> tuple[list[str], list[str
 
 
 def with_system(tokenizer: Any, messages: Sequence[Message], text: str) -> list[Message]:
-    """The opening messages with ``text`` as their system prompt, which replaces an existing one.
+    """The opening messages with ``text`` as their system prompt. An existing system prompt is replaced.
 
     If the chat template has no system role, the text is put before the first message.
     """
@@ -251,9 +254,9 @@ def with_system(tokenizer: Any, messages: Sequence[Message], text: str) -> list[
 
 
 def knows_system(tokenizer: Any) -> bool:
-    """Whether the chat template has a system role: tried once per template.
+    """Whether the chat template has a system role. Tested once per template.
 
-    A template without a system role raises an error, leaves the text out, or shows it like any unknown role.
+    A template without a system role raises an error, drops the text, or shows it like any unknown role.
     """
     template = str(tokenizer.chat_template)
     if template not in _WITH_SYSTEM:
@@ -267,7 +270,7 @@ def _shown(tokenizer: Any, role: str) -> str:
     return _tried(tokenizer, dialogue, add_generation_prompt=True)
 
 
-# Tools in a prompt: through the chat template if it shows them, else as text in the format of Hermes models.
+# Tools in a prompt: the chat template shows them if it can; else they are text in the format of Hermes models.
 
 
 def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -287,13 +290,13 @@ def _schema(function: Any) -> dict[str, Any]:
 
     try:
         schema: dict[str, Any] = get_json_schema(function)
-    except Exception as error:  # it cannot read the hints or the docstring
-        raise TaskError(f"no tool can be made of {getattr(function, '__qualname__', function)}: {error}") from error
+    except Exception as error:  # transformers cannot read the hints or the docstring
+        raise TaskError(f"{getattr(function, '__qualname__', function)} cannot become a tool: {error}") from error
     return schema
 
 
 def template_arguments(tokenizer: Any, tools: Tools) -> dict[str, Any]:
-    """The chat template's arguments besides the messages. If the template prints the date, this fixes the date."""
+    """The chat template's arguments besides the messages. Also fixes the date in a template that prints it."""
     arguments = {"tools": list(tools)} if tools and knows_tools(tokenizer) else {}
     if "strftime_now" in str(tokenizer.chat_template):
         _hold_date(tokenizer.get_chat_template(tools=arguments.get("tools")))
@@ -308,12 +311,12 @@ def _hold_date(template: str) -> None:
 
 
 def fix_date(date: datetime) -> None:
-    """Make chat templates show this date from now on, so that a run's prompts keep the date on which it began."""
+    """Make chat templates show this date from now on, so that a run's prompts keep the run's first date."""
     _DATE[0] = date
 
 
 def announce(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> list[Message]:
-    """The opening messages, with the tools described in the first one unless the chat template shows them."""
+    """The opening messages. If the chat template does not show tools, the first message describes them."""
     if not tools or knows_tools(tokenizer):
         return list(messages)
     first, *others = messages
@@ -323,7 +326,7 @@ def announce(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> list[
 
 
 def knows_tools(tokenizer: Any) -> bool:
-    """Whether the chat template shows schemas and renders a tool's result after a reply: tried once per template."""
+    """Whether the chat template shows tool schemas and a tool's result after a reply. Tested once per template."""
     template = str(tokenizer.chat_template)
     if template not in _WITH_TOOLS:
         _WITH_TOOLS[template] = "tools" in template and _renders(tokenizer)
@@ -342,7 +345,7 @@ def _renders(tokenizer: Any) -> bool:
 
 
 def known_roles(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
-    """The messages, with tool results as user messages if the template lacks the role "tool".
+    """The messages, with tool results turned into user messages if the template has no role "tool".
 
     Results after the same reply become one message, because templates expect the roles to alternate.
     """
