@@ -50,17 +50,17 @@ def train(
     >>> result = poise.train(data=rows, reward="number", steps=2, optim={"lr": 1e-4}, evaluation="off")
 
     ``model`` is a hub id, a folder or a loaded transformers model; poise trains a copy of a loaded model. ``tokenizer``
-    is its tokenizer or the tokenizer's name. ``data`` is a table from ``datasets``, a list of dicts, a file or a hub
+    is its tokenizer or the tokenizer's name. ``data`` is a ``datasets.Dataset``, a list of dicts, a file or a hub
     id; ``reward`` is a name, a function with TRL's signature, or a list of these. ``task``, ``environment``,
     ``regulator`` and ``algorithm`` are names or objects. ``settings`` are all other settings (docs/reference.md),
     nested or with dotted names: ``optim={"lr": 1e-5}``, ``**{"optim.lr": 1e-5}``. They change the ``recipe``, which is
     the name of a shipped recipe, a YAML file or a ``Config``.
 
-    ``run`` is the folder to write to. If it already has a run, the new run goes to the next free folder, such as
-    ``runs/mine-2``; with ``renumber=False`` this is an error. ``resume`` continues the run in a folder: pass again the
-    objects that have no name, and a larger ``steps`` to train longer. ``callbacks`` are objects with any of the methods
-    ``on_start(state)``, ``on_step(result)`` and ``on_end(state)``. ``trust`` allows the code to run that the folder of
-    a resumed run names; ``trust_changed`` continues although code or objects have changed.
+    ``run`` is the output folder. If the folder already contains a run, the new run uses the next free folder, such as
+    ``runs/mine-2``; with ``renumber=False`` this is an error. ``resume`` continues the run in a folder: pass objects
+    that have no name again, and a larger ``steps`` to train longer. ``callbacks`` are objects with any of the methods
+    ``on_start(state)``, ``on_step(result)`` and ``on_end(state)``. ``trust`` allows a resumed run to execute the user
+    code that its settings name; ``trust_changed`` allows resuming even if code or objects have changed.
     """
     if problems := unknown_arguments(settings):
         raise ConfigError(*problems)
@@ -91,7 +91,7 @@ def train(
 def _config(
     recipe: str | PathLike[str] | Config | None, changes: Document, resume: str | PathLike[str] | None, *, trust: bool
 ) -> Config:
-    """The settings of a recipe or, for a resumed run, the settings in its folder; then changed by ``changes``."""
+    """Load the settings of a recipe or of the run to resume, and apply ``changes``."""
     if isinstance(recipe, Config):
         return recipe if not changes else restore(merge(recipe.model_dump(mode="json"), changes), trust=True)
     if resume is None:
@@ -110,7 +110,7 @@ def _config(
 class Result:
     """The result of a run: its folder, its metrics and the trained model.
 
-    ``summary`` is the content of ``summary.json``, ``run`` the run's folder, ``config`` its settings.
+    ``summary`` is the content of ``summary.json``, ``run`` the run's folder, ``config`` the run's settings.
     """
 
     def __init__(self, summary: dict[str, Any], config: Config, objects: Objects) -> None:
@@ -156,11 +156,11 @@ class Result:
         from poise.models.loading import load_model
 
         config = self.config
-        with self._objects.available():  # an adapter's base model may be such an object
+        with self._objects.available():  # the base model of an adapter may be one of these objects
             return load_model(str(self.run), device=config.device, dtype=config.dtype, remote_code=config.remote_code)
 
     def _line(self) -> str:
-        """Text: the steps and, if measured, the accuracy."""
+        """One line with the number of steps and, if measured, the accuracy before and after training."""
         ends = [self.summary.get(when) for when in ("before", "after")]
         accuracy = [end["accuracy"] for end in ends if end is not None]
         measured = f", held-out accuracy {accuracy[0]:.3f} → {accuracy[1]:.3f}" if len(accuracy) == 2 else ""
@@ -170,7 +170,7 @@ class Result:
         return f"<poise run {str(self.run)!r}: {self._line()}>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: one line about the result, and the curves."""
+        """HTML for notebooks: one line with the result, and the curves."""
         from poise.runs.plots import draw  # imports matplotlib
         from poise.runs.subscribers.summary import with_ends
 

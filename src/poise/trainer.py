@@ -1,7 +1,7 @@
-"""The training loop, from top to bottom: problems, trajectories, a batch, phases, an update; then the subscribers.
+"""The training loop: each step samples trajectories for problems, builds a batch and its phases, and updates the model.
 
-A step's random numbers depend only on the run's seed and the step's number. So weights, optimizer state and the
-``State`` of the run are all that a checkpoint needs, and a resumed run continues bit for bit.
+A step's random numbers depend only on the run's seed and the step's number. A checkpoint therefore needs only the
+weights, the optimizer state and the run's ``State``, and a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ def train(
     trust_changed: bool = False,
     callbacks: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """Train with this config into its run folder, show the result, and return the contents of ``summary.json``.
+    """Train with ``config`` in its run folder, show the result, and return the contents of ``summary.json``.
 
-    Pass ``before``, the evaluation before training, if another run has already measured the same model with the same
-    settings. If the folder already has a run, the new run goes to the next free folder, such as ``runs/mine-2``; with
-    ``renumber=False`` this is an error. ``trust_changed`` resumes a run although the user's own code was edited since
-    it began. ``callbacks`` are objects with any of the methods ``on_start(state)``, ``on_step(result)`` and
-    ``on_end(state)``. The run ends if ``on_step`` returns False (``runs/subscribers``). After training on a CPU, the C
-    library keeps freed memory for the rest of the process (``_lib/device.py``).
+    ``before`` is the evaluation before training: pass it if another run has already measured the same model with the
+    same settings. If the folder already contains a run, the new run uses the next free folder, such as
+    ``runs/mine-2``; with ``renumber=False`` this is an error. ``trust_changed`` allows resuming a run even if the
+    user's own code has been edited since the run began. ``callbacks`` are objects with any of the methods
+    ``on_start(state)``, ``on_step(result)`` and ``on_end(state)``. The run ends if ``on_step`` returns False
+    (``runs/subscribers``). After training on a CPU, the C library keeps freed memory for the rest of the process
+    (``_lib/device.py``).
     """
     check_callbacks(callbacks)
     if renumber and not resume:
@@ -88,9 +89,9 @@ class Trainer:
         self.notes = built.notes
 
     def run(self, before: dict[str, Any] | None = None, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
-        """Start, or continue from the newest checkpoint; train to the last step; evaluate before and after.
+        """Train from the newest checkpoint, or from the start, to the last step, and return the summary.
 
-        Subscribers hear of a step before its checkpoint is saved, so every saved step has been logged.
+        Subscribers are called before a step's checkpoint is saved, so every saved step has been logged.
         """
         config, folder, sampler, checkpoints = self.config, self.folder, self.sampler, self.checkpoints
         state, settings = checkpoints.restore(), config.model_dump(mode="json")
@@ -136,7 +137,7 @@ class Trainer:
         return summary.contents
 
     def steps(self, state: State) -> Iterator[StepResult]:
-        """Take steps from this state on, until ``steps`` or ``budget`` ends the run."""
+        """Run steps from ``state`` until ``steps`` or ``budget`` ends the run, and yield their results."""
         while state.ending(self.config.steps, self.config.budget) is None:
             with self._explained(state.step + 1):
                 result = self.step(state)
@@ -144,7 +145,7 @@ class Trainer:
             yield result
 
     def step(self, state: State) -> StepResult:
-        """Take one step: problems, trajectories, a batch, phases, an update. Returns its result with the metrics."""
+        """Run one step (problems, trajectories, batch, phases, update) and return its result with the metrics."""
         config, clock, number = self.config, Clock(), state.step + 1
         seed, task = derived_seed(config.seed, number), self.sampler.task
         sampler = self.sampler.at(state.progress(config, task))
@@ -164,7 +165,7 @@ class Trainer:
         metrics = {} if batch is None else response_metrics(trajectories, batch, config.objective)
         metrics |= {**counted_metrics(sampler.counts), **failures, "tokens/total": state.tokens}
         if batch is None:  # no reward applied, so there is nothing to train on
-            self.checkpoints.weights_of = number  # the weights are unchanged
+            self.checkpoints.weights_of = number  # the step leaves the weights unchanged
             return StepResult(state, metrics | {"optim/steps": 0.0}, clock, ending)
         metrics |= metrics_of(self.algorithm, trajectories)
         with clock("regulate"):
@@ -186,7 +187,7 @@ class Trainer:
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """If memory runs out or the model diverges, raise an error that says what to do, and record the cause."""
+        """If the step runs out of memory or diverges, record the cause and raise a TrainError that says what to do."""
         try:
             yield
         except OutOfMemoryError as error:
@@ -209,6 +210,6 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 def tell(subscribers: Sequence[Any], event: str, what: Any) -> bool:
-    """Call the method ``event`` of all subscribers that have it, in order. False if a subscriber ends the run."""
+    """Call the method ``event`` of each subscriber that has it, in order. Return False if any of them returns False."""
     answers = [getattr(each, event)(what) for each in subscribers if hasattr(each, event)]
     return not any(answer is False for answer in answers)

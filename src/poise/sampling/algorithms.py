@@ -21,9 +21,9 @@ TABLE: dict[str, Callable[..., Algorithm]] = {"grpo": Grpo, "erl": Erl, "rltr": 
 
 
 def get(text: str, group: int) -> Algorithm:
-    """Build an algorithm from its text form, such as ``"grpo"``, with ``group`` attempts at each problem.
+    """Build the algorithm that ``text`` describes, such as ``"grpo"``, with ``group`` attempts at each problem.
 
-    The text names user code by its dotted path; the code must be marked with ``@poise.algorithm``.
+    ``text`` may also be the dotted path of user code that is marked with ``@poise.algorithm``.
     """
     name, args, settings = read_call(text)
     factory: Any = _user_code.find("algorithm", name, TABLE)

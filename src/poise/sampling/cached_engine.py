@@ -1,4 +1,4 @@
-"""Samples with transformers' key-value cache and model code, from any causal language model, on a CPU or CUDA."""
+"""Samples from any causal language model, on a CPU or CUDA, with transformers' model code and key-value cache."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from poise.sampling.requests import (
 )
 
 ROOM = 64  # tokens by which a cache grows
-COMPACT_EVERY = 16  # steps between two checks whether to drop ended responses
+COMPACT_EVERY = 16  # steps between checks for ended responses that can be dropped
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """A cache layer that grows by ``ROOM`` tokens at a time. transformers' own layer is copied for every token."""
+    """A cache layer that grows by ``ROOM`` tokens at a time; transformers' own layer is copied at every token."""
 
     keys: Tensor
     values: Tensor
@@ -53,7 +53,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows; a row may be named several times."""
+        """Keep only the rows in ``indices``, which may contain a row several times."""
         self.stores = [x[indices] for x in self.stores]
         self._set_views()
 
@@ -62,10 +62,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class CachedEngine:
-    """Decodes requests in batches. Requests of a batch that share a prompt read it once.
+    """Decodes requests in batches. In a batch, each distinct prompt runs through the model once.
 
     ``batch`` is the maximum number of responses decoded together; 0: no maximum. A response's random numbers depend
-    only on the seed and its number, as in the native engine.
+    only on the seed and the request's number, as in the native engine.
     """
 
     def __init__(self, policy: Policy, batch: int = 0) -> None:
@@ -107,7 +107,7 @@ class _Batch:
         self.alive = torch.arange(len(requests), device=device)  # (A,) requests still being decoded
 
     def decode(self, sampling: Sampling, seed: int) -> list[Completion]:
-        """Decode all responses to their end."""
+        """Decode every response until a stop token or the token limit ends it."""
         head = self.policy.head(sampling.temperature or 1.0)
         states = self._read_prompts()
         for step in range(self.longest_response):
@@ -128,12 +128,12 @@ class _Batch:
         return completions(lengths, self.stopped.tolist(), tokens, logp, entropy)
 
     def _read_prompts(self) -> Tensor:
-        """Run each distinct prompt through the model once. Returns the states of the last tokens, (R, W)."""
+        """Run each distinct prompt through the model once. Returns the hidden states of the last tokens, (R, W)."""
         numbers: dict[Prompt, int] = {}
         prompt_of = send([numbers.setdefault(r.prompt, len(numbers)) for r in self.requests], self.policy.device)
         ids, real = pad_left([prompt.tokens for prompt in numbers], self.policy.device)
         self.cache = DynamicCache(config=self.policy.trunk.config)
-        # Layers with a sliding window stay as they are.
+        # Layers with a sliding window are not replaced.
         self.cache.layers = [GrowingLayer() if type(x) is DynamicLayer else x for x in self.cache.layers]
         states: Tensor = self.policy.trunk(
             input_ids=ids,
@@ -145,8 +145,8 @@ class _Batch:
         self.cache.batch_select_indices(prompt_of)
         self.longest_prompt, self.prompt_lengths = ids.shape[1], real.sum(1)[prompt_of]  # (A,)
         self.visible = real[prompt_of]  # (A, longest prompt + T) whether a key is not padding
-        # With a mask of four dimensions, transformers need not build one. Models that run packed accept it; Falcon and
-        # Bloom do not, because they compute ALiBi from a mask of two dimensions.
+        # transformers uses a four-dimensional mask unchanged. Models that run packed accept such a mask; Falcon and
+        # Bloom do not, because they compute ALiBi from a two-dimensional mask.
         self.full_mask = self.policy.packed and all(type(layer) is GrowingLayer for layer in self.cache.layers)
         return states[prompt_of]
 
@@ -159,7 +159,7 @@ class _Batch:
         self.visible = torch.nn.functional.pad(self.visible, (0, more), value=True)
 
     def _record(self, step: int, token: Tensor, logp: Tensor, entropy: Tensor) -> None:
-        """Record the tokens (A,) of responses that have not ended, and which responses end here."""
+        """Record the tokens (A,) of unfinished responses, and mark the responses that end at this step."""
         alive = self.alive
         active = ~self.ended[alive]
         self.tokens[alive, step] = torch.where(active, token, 0)
@@ -170,9 +170,9 @@ class _Batch:
         self.ended[alive] |= self.stopped[alive] | (self.limits[alive] == step + 1)
 
     def _drop_ended(self, token: Tensor) -> Tensor:
-        """Drop ended responses if they are more than a tenth.
+        """Drop ended responses from the batch if more than a tenth have ended.
 
-        Returns the tokens of the responses that stay; empty if all ended.
+        Returns the tokens of the remaining responses; empty if all have ended.
         """
         active = (~self.ended[self.alive]).nonzero()[:, 0]
         if len(active) and len(active) >= 0.9 * len(self.alive):
@@ -184,7 +184,7 @@ class _Batch:
         return token[active]
 
     def _forward(self, token: Tensor, step: int) -> Tensor:
-        """Run the tokens (A,) through the model. Returns the states (A, W)."""
+        """Run the tokens (A,) through the model. Returns the hidden states (A, W)."""
         visible = self.visible[:, : self.longest_prompt + step + 1]
         states: Tensor = self.policy.trunk(
             input_ids=token[:, None],
@@ -198,10 +198,10 @@ class _Batch:
 
 @torch.no_grad()
 def supports(policy: Policy) -> bool:
-    """Whether sampling with a cache gives the log-probabilities of one pass over prompt and response.
+    """Whether sampling with a cache gives the same log-probabilities as one pass over prompt and response.
 
-    The trial samples two responses each to prompts of different lengths. It shortens the model's sliding windows, so
-    that the responses exceed them (``models.load_checks``).
+    The trial samples two responses to each of two prompts of different lengths. It shortens the model's sliding windows
+    so that the responses exceed them (``models.load_checks``).
     """
     size = policy.head().vocabulary
     prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((4 % size,))]

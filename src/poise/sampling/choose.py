@@ -1,4 +1,4 @@
-"""Chooses the engine that samples, from ``rollout.engine`` and the model."""
+"""Chooses the sampling engine from ``rollout.engine`` and the model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def choose(
     memory: float = VLLM_MEMORY,
     micro_tokens: int | None = None,
 ) -> Engine:
-    """The engine that ``choice`` names. ``auto`` is the native engine, or ``CachedEngine`` if that cannot run.
+    """Return the engine that ``choice`` names.
 
-    ``note`` logs this fallback. vLLM is opt-in: ``memory`` is the share of the device's memory that vLLM may take; the
-    policy scores vLLM's responses in passes of at most ``micro_tokens`` tokens.
+    ``auto`` selects the native engine, or ``CachedEngine`` if the native engine cannot decode with this model; ``note``
+    logs this fallback. vLLM is opt-in: ``memory`` is vLLM's share of the device's memory, and ``micro_tokens`` the
+    maximum number of tokens per pass in which the policy scores vLLM's responses.
     """
     if choice == "vllm":
         engine = VllmEngine(policy, batch, memory, micro_tokens)

@@ -16,10 +16,10 @@ _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """The settings for drawing tokens.
 
-    ``temperature`` 0 always takes the most likely token. ``top_k`` 0 and ``top_p`` 1 exclude no token. If both exclude
-    tokens, ``top_p`` is a share of the probability that ``top_k`` leaves, as in transformers.
+    ``temperature`` 0 always takes the most likely token. ``top_k`` 0 and ``top_p`` 1 exclude no token. ``top_k`` is
+    applied first; ``top_p`` is then a share of the remaining probability, as in transformers.
     """
 
     temperature: float = 1.0
@@ -35,14 +35,15 @@ class Sampling:
 
     @property
     def whole(self) -> bool:
-        """Whether no filter is needed: every token can be drawn, or the most likely one is always taken."""
+        """Whether ``top_k`` and ``top_p`` have no effect: they exclude no token, or the temperature is 0."""
         return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
 
     def draw(self, logits: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draw a token (n,) from each row of logits (n, V), which are already divided by the temperature.
 
         ``point`` (n,) holds the random numbers in [0, 1). Also returns the token's log-probability and the entropy,
-        (n,) each. Both use the whole softmax, as in the update, even if ``top_k`` or ``top_p`` excluded tokens.
+        (n,) each. Both are computed from the full softmax, as in the update, even if ``top_k`` or ``top_p`` excludes
+        tokens.
         """
         logps = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         probs = logps.exp()
@@ -56,7 +57,7 @@ class Sampling:
         most = min(self.top_k or size, size)
         if self.top_p == 1 and most == size:
             return _invert(probs, point)
-        # A stable sort keeps the first of equal probabilities, whatever the number of rows.
+        # A stable sort orders equal probabilities by token, whatever the number of rows.
         ordered, index = probs.sort(dim=-1, descending=True, stable=True)
         ordered, index = ordered[:, :most], index[:, :most]
         reached = running_sum(ordered)
@@ -66,9 +67,9 @@ class Sampling:
 
 
 def _invert(weights: Tensor, point: Tensor) -> Tensor:
-    """The column (n,) where each row's cumulative weight passes its point; never a column with weight 0.
+    """Return the column (n,) where each row's cumulative weight passes the row's point; never a column with weight 0.
 
-    Sums are float64: in float32 they stop growing where weights are small, so improbable tokens could not be drawn.
+    Sums are float64: a float32 sum stops growing when the weights are small, so improbable tokens could not be drawn.
     """
     reached = running_sum(weights, torch.float64)
     total = reached[:, -1:]
@@ -77,22 +78,23 @@ def _invert(weights: Tensor, point: Tensor) -> Tensor:
 
 
 def uniform(seed: int, number: Tensor, position: Tensor) -> Tensor:
-    """Random numbers in [0, 1), float64. They depend only on the seed, the sequence's number and the position in it.
+    """Return random numbers in [0, 1), float64, that depend only on the seed, the sequence's number and the position.
 
-    So a sequence's tokens depend neither on its neighbours nor on when or where it is decoded. splitmix64 is applied
-    twice: first to the seed and the number, which gives the sequence's seed, then to this seed and the position. int64
-    wraps around as uint64 does. All 53 bits of a float64 are random: a token of probability 1e-12 can be drawn.
+    The tokens of a sequence therefore depend neither on the other sequences nor on when or where they are decoded.
+    splitmix64 is applied twice: to the seed and the number, which gives the sequence's seed, and then to this seed and
+    the position. int64 wraps around like uint64. All 53 bits of the float64 are random, so that even a token with
+    probability 1e-12 can be drawn.
     """
     return _shift(mix(streams(seed, number) + position), 11).double() * 2.0**-53
 
 
 def derived_seed(seed: int, name: object) -> int:
-    """A seed for one purpose, unrelated to the seeds for other names or from other seeds."""
+    """Derive a seed for the purpose ``name``. Other names and other seeds give unrelated results."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def streams(seed: int, number: Tensor) -> Tensor:
-    """A seed (int64) for each sequence number, unrelated to the seeds for other numbers or from other seeds."""
+    """Derive a seed (int64) for each sequence number. Other numbers and other seeds give unrelated results."""
     signed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
     return mix(number + mix(torch.full_like(number, signed)))
 
@@ -106,5 +108,5 @@ def mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """Shift right and fill with zeros; torch's own shift fills with the sign."""
+    """Shift right and fill with zeros; torch's own shift fills with the sign bit."""
     return x >> by & ((1 << (64 - by)) - 1)

@@ -1,4 +1,4 @@
-"""``Sampler`` plays many episodes at once with the policy. Trainer, evaluation and diagnose all sample through it."""
+"""``Sampler`` plays many episodes at once with the policy. The trainer, evaluation and diagnose all use it."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from poise.tasks import (
 from poise.tasks.rewards import TrainerState
 
 Opening = Callable[[int, list[Message]], list[Message]]
-MAX_TURNS = 64  # an episode that has not ended by then is scored as it stands
-POLICY = "policy"  # the name under which the policy's tokens are counted
+MAX_TURNS = 64  # a longer episode is cut off and scored
+POLICY = "policy"  # the policy's name in ``Counts.tokens``
 
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """What a sampler has counted since ``Sampler.at`` made it."""
+    """The counters of a sampler, which ``Sampler.at`` starts at 0."""
 
     tokens: Counter[str] = field(default_factory=Counter)  # sampled tokens, by the model's name
-    # "continued": later turns that used kept keys; "reread": later turns that read their dialogue again; "too_long":
-    # problems left out
+    # "continued": turns after the first that reused saved keys; "reread": turns after the first that read the whole
+    # dialogue again; "too_long": problems whose prompt is too long
     turns: Counter[str] = field(default_factory=Counter)
     reported: dict[str, list[float]] = field(default_factory=dict)  # values that reward functions report, by name
     seconds: dict[str, float] = field(default_factory=dict)  # time by part of the step: "rollout", "score"
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the time spent in this context to a part of the step."""
+        """Add the time spent in this context to ``seconds[part]``."""
         start = time.perf_counter()
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
@@ -66,9 +66,9 @@ class Counts:
 class Sampler:
     """A policy, the engine that samples from it, the task, and the settings of sampling.
 
-    ``others`` holds a sampler for each further model by name, such as a frozen model (no optimizer updates it) that
-    continues the policy's text. ``at`` makes the copy for one step or one evaluation: its ``counts`` start at 0. Copies
-    made with ``replace`` share them.
+    ``others`` maps the names of additional models to their samplers, for example of a frozen model (never trained) that
+    continues the policy's text. ``at`` returns a copy for one step or one evaluation, with new ``counts``. Copies made
+    with ``replace`` share their ``counts``.
     """
 
     policy: Policy
@@ -79,7 +79,7 @@ class Sampler:
     max_prompt: int | None = None  # in an episode's first prompt; None: no limit
     max_episode: int | None = None  # after the first prompt: replies and the environment's text; None: no limit
     others: Mapping[str, Sampler] = field(default_factory=dict)
-    # How far training is. Reward functions see it; its ``global_step`` is the ``version`` of trajectories.
+    # The state of training that reward functions receive; ``global_step`` is the ``version`` of trajectories.
     progress: TrainerState = field(default_factory=TrainerState)
     prefill: str = ""  # ends the prompt of every turn; scored with the reply, but not in the loss
     name: str = POLICY
@@ -96,7 +96,7 @@ class Sampler:
         object.__setattr__(self, "others", others)
 
     def at(self, progress: TrainerState | None = None) -> Sampler:
-        """The sampler for one step or one evaluation: it counts from 0, and reward functions see ``progress``."""
+        """Return a copy for one step or one evaluation, with new counts. Reward functions receive ``progress``."""
         return replace(self, progress=progress or self.progress, counts=Counts())
 
     def play(
@@ -111,9 +111,9 @@ class Sampler:
 
         An attempt depends on the seed, its index in the list and its problem, not on the other attempts.
 
-        ``opening(i, messages)`` returns the messages that attempt i starts with, instead of the episode's own. The
-        first reply of attempt i starts with the tokens ``begun[i]``, and the model continues from there. These tokens
-        are scored as part of the reply and count towards its limit, but ``own`` is False for them.
+        ``opening(i, messages)`` returns the first messages of attempt i; ``messages`` are the episode's own. The first
+        reply of attempt i starts with the tokens ``begun[i]``, and the model continues from there. These tokens are
+        scored as part of the reply and count towards the reply's limit, but ``own`` is False for them.
         """
         games = self._start(problems, opening, begun)
         self._prompts.clear()  # the next call has other problems
@@ -128,7 +128,7 @@ class Sampler:
         return [game.trajectory(self.progress.global_step) for game in games]
 
     def _play(self, games: Sequence[_Game], engine: Engine | Session, seed: int) -> None:
-        """Play turn after turn until all episodes are over. The engine may keep keys and values between turns."""
+        """Play turns until all episodes have ended. A ``Session`` may keep keys and values between turns."""
         turn, live, keep = 0, list(range(len(games))), isinstance(engine, Session)
         ends = self.policy.end_tokens
         while live:
@@ -157,8 +157,9 @@ class Sampler:
     def _turn(self, games: Sequence[_Game], engine: Engine | Session, requests: Sequence[Request], seed: int) -> None:
         """Sample a reply in every game, and get the environments' answers.
 
-        A task with ``concurrent = True`` answers in another thread, as soon as a reply has ended. Any other task
-        answers after sampling, in the trainer's thread: a verifier that limits its time by signals works in no other.
+        A task with ``concurrent = True`` answers each reply in a second thread, as soon as the reply has ended. Any
+        other task answers after sampling, in the trainer's thread: a verifier that uses signals for its time limit
+        does not work in a second thread.
         """
         answers: dict[int, Future[tuple[str, list[Message], Score | None]]] = {}
         pool = ThreadPoolExecutor(1)
@@ -178,11 +179,11 @@ class Sampler:
             pool.shutdown(cancel_futures=True)
 
     def greedy(self) -> Sampler:
-        """The same sampler at temperature 0: it always takes the most likely token."""
+        """Return a copy with temperature 0, which always picks the most likely token."""
         return replace(self, sampling=Sampling(temperature=0.0))
 
     def _score(self, games: Sequence[_Game]) -> None:
-        """Score the games that are over and have no score yet."""
+        """Score finished games that have no score yet."""
         waiting = [game for game in games if game.score is None]
         if waiting and isinstance(self.task, ScoresTogether):
             scores = judge_all(self.task, [game.attempt(self.progress, self.counts.reported) for game in waiting])
@@ -225,7 +226,7 @@ class Sampler:
     def fits(self, problem: Problem) -> bool:
         """Whether the prompt of a problem has at most ``max_prompt`` tokens.
 
-        Returns True without a check if the prompt comes from the user's own episode: this method runs no user code.
+        If the user's own episode writes the prompt, return True without a check: this method never runs user code.
         """
         if getattr(self.task, "pure_start", False) or not hasattr(self.task, "episode"):
             try:
@@ -241,7 +242,7 @@ class Sampler:
         return min(max(self.max_tokens, left), self.max_episode or NO_LIMIT)
 
     def _encode(self, problem: Problem, messages: list[Message], tools: Tools, prefill: list[int]) -> Prompt:
-        """A problem's prompt. Errors name the problem whose prompt cannot be encoded or is too long."""
+        """Encode a problem's prompt. If the prompt is too long or cannot be encoded, the error names the problem."""
         try:
             ids = [*self.policy.encode(messages, tools), *prefill]
         except PromptError as error:
@@ -266,9 +267,9 @@ class LongPromptError(ModelError):
 
 
 class Prefill(NamedTuple):
-    """The beginning of every reply. Its tokens end the prompt; its text is part of the reply.
+    """The start of every reply: ``tokens`` are the last tokens of the prompt, but ``text`` is part of the reply.
 
-    The chat template itself writes ``opening``, such as ``<think>``, before this text.
+    The chat template itself writes ``opening``, such as ``<think>``, before ``text``.
     """
 
     text: str = ""
@@ -278,21 +279,21 @@ class Prefill(NamedTuple):
 
 @dataclass(eq=False)
 class _Game:
-    """One episode in progress. Every reply and every answer of the environment adds tokens."""
+    """One episode in progress. Each reply and each answer of the environment appends tokens."""
 
     policy: Policy
     task: Task
     problem: Problem
     episode: Episode
     messages: list[Message]  # the dialogue so far
-    opening: int  # the number of messages at the start of the episode
+    opening: int  # number of messages before the first reply
     prompt: Prompt
-    room: int  # how many more tokens fit
+    room: int  # remaining token budget
     tools: Tools = ()
     prefill: Prefill = Prefill()  # noqa: RUF009 (immutable)
     tokens: list[int] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)  # whether the model wrote the token
-    # One tensor per reply and per text of the environment; zeros for the environment.
+    # One tensor per reply and per environment text; zeros for tokens that the model did not write.
     logp: list[Tensor] = field(default_factory=list)
     entropy: list[Tensor] = field(default_factory=list)
     sampler_logp: list[Tensor | None] = field(default_factory=list)
@@ -304,7 +305,7 @@ class _Game:
     prefix: int = 0  # tokens at the start of the first reply that are not the model's own
 
     def follow(self, tokens: Sequence[int], completion: Completion | None = None) -> None:
-        """Append tokens: the model's, with their completion, or tokens that the model only reads."""
+        """Append tokens: the model's own if ``completion`` is set, else tokens that the model only reads."""
         self.tokens += tokens
         self.own += [completion is not None] * len(tokens)
         self.logp.append(torch.zeros(len(tokens)) if completion is None else completion.logp)
@@ -314,10 +315,13 @@ class _Game:
         self.room -= len(tokens)
 
     def answer_to(self, tokens: list[int]) -> tuple[str, list[Message], Score | None]:
-        """The text of a reply, the environment's answer to it, and the score if the episode has ended."""
+        """Return a reply's text, the environment's answer, and the score if the episode has ended.
+
+        For a task that scores several episodes in one call, the score is None.
+        """
         prefix = [] if self.replies else self.tokens  # the beginning of the first reply
         text = self.policy.decode([*self.prefill.tokens, *prefix, *tokens])
-        # Decoding leaves out special tokens, so the text of the prefill is put in front again.
+        # Decoding drops special tokens, so the prefill's text is added again.
         text = self.prefill.opening + self.prefill.text + text.removeprefix(self.prefill.text)
         with explained(self.task, self.problem, "step()"):
             answer = heard(self.task, self.problem, self.episode.step(text))
@@ -325,7 +329,7 @@ class _Game:
         return text, answer, None if answer or together else judge(self.task, self.problem, self.episode)
 
     def answered(self, completion: Completion, reply: str, answer: list[Message], score: Score | None) -> None:
-        """Add the model's reply and the environment's answer: messages, or none if the episode has ended."""
+        """Add the model's reply and the environment's answer, which is empty if the episode has ended."""
         self.follow(completion.tokens.tolist(), completion)
         self.replies.append(reply)
         self.finished &= completion.finished
@@ -341,17 +345,17 @@ class _Game:
             self.messages = [*self.messages, *answer]
 
     def cut_off(self) -> None:
-        """End an unfinished episode here; it is scored as it stands."""
+        """End the episode, and mark it as cut off unless it was already over."""
         self.finished &= self.over
         self.over = True
 
     def attempt(self, progress: TrainerState, reported: dict[str, list[float]]) -> Attempt:
-        """What reward functions see of the episode."""
+        """The episode as reward functions receive it."""
         prompt, completion = self.messages[: self.opening], self.messages[self.opening :]
         return Attempt(self.problem, self.episode, prompt, completion, list(self.tokens), progress, reported)
 
     def trajectory(self, version: int) -> Trajectory:
-        """The row to train on, up to the model's last token."""
+        """The training row: all tokens up to the model's last one."""
         assert self.score is not None
         reported = any(values is not None for values in self.sampler_logp)
         of_sampler = [p if q is None else q for p, q in zip(self.logp, self.sampler_logp, strict=True)]
