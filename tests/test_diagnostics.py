@@ -274,7 +274,7 @@ def test_the_verdict_compares_the_update_with_the_noise_floor():
         mean["noise"] = {"again": [0.0] * 4, "bfloat16": [value and factor * value for value in moved]}
         last = verdict(mean, mean, Intervals().names, batches=2)[-1]
         assert last.startswith("noise floor of |Δp|: the same weights in smaller passes 0 in 0–0.25 and 0 in 0.75–1")
-        assert ("part of what one sees is rounding" in last) is rounding
+        assert ("part of the measured change is rounding" in last) is rounding
 
 
 def test_means_and_errors_over_batches():

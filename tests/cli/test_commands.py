@@ -58,7 +58,7 @@ def test_dry_run_prints_the_resolved_config(tmp_path):
 
 def test_dry_run_tells_the_memory_of_a_model_that_is_here():
     assert "# memory: at least 23.4 MB (weights 5.84 MB" in poise("train", "--dry-run", "device=cpu").output
-    assert "# memory: known once the model is here" in poise("train", "ar", "--dry-run").output
+    assert "# memory: known after the model is downloaded" in poise("train", "ar", "--dry-run").output
 
 
 def test_train_writes_a_summary_and_a_curve_and_eval_reads_the_run(trained, tmp_path):
@@ -303,7 +303,7 @@ def test_tasks():
         (["train", "demo", "--resume", "runs/x"], "--resume takes one run and no recipe, got demo and runs/x"),
         (["train", "--resume", "run=/nonexistent"], "there is no run in"),
         (["train", "--resume", "/nonexistent"], "there is no run in /nonexistent"),
-        (["train", "--resume", "demo", "run=x"], "leave demo out"),
+        (["train", "--resume", "demo", "run=x"], "remove demo"),
         (["train", "--resume", "run=x", "seed=2"], "cannot be changed"),
         (["eval", "/nonexistent/model"], "there is no such folder"),
         (["eval", "embeded"], "embeded: there is no such folder; did you mean 'embedded'?"),
@@ -402,4 +402,4 @@ def test_a_folder_that_is_taken_is_refused_before_the_trainer_is_imported(tmp_pa
 @pytest.mark.parametrize("command", ["diagnose", "eval"])
 def test_the_folder_of_a_comparison_is_no_model(command, tmp_path):
     (tmp_path / "comparison.html").touch()
-    assert f"is the folder of a comparison: open {tmp_path / 'comparison.html'}" in fails(command, tmp_path)
+    assert f"holds a comparison, not a run: open {tmp_path / 'comparison.html'}" in fails(command, tmp_path)

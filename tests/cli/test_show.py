@@ -69,7 +69,7 @@ def test_the_prompt_is_the_one_that_is_sent(words, tmp_path, monkeypatch):
     assert f"({length} tokens; control tokens: {controls})" in shown
     prefill = next((word.partition("=")[2] for word in words if word.startswith("task.prefill")), "")
     assert text.endswith("<|assistant|>" + prefill)
-    assert (f"{MARK}; the reply that is scored begins with {prefill}" in shown) == bool(prefill)
+    assert (f"{MARK}; the scored reply begins with {prefill}" in shown) == bool(prefill)
     assert ("task.system=Be brief." in words) == ("Be brief." in shown)
     assert ("environment" in words) == ('"name": "say"' in shown)
 
@@ -84,7 +84,7 @@ def test_arguments_of_the_template_are_shown(tmp_path):
             "tasks", "show", *words, f"model={tmp_path / 'model'}", f"template.think={str(think).lower()}"
         ).output
         assert sent(words, str(tmp_path / "model"), {"think": think})[0] + MARK in shown
-        assert (f"<|assistant|><think>\n{MARK}; the reply that is scored begins with <think>" in shown) == think
+        assert (f"<|assistant|><think>\n{MARK}; the scored reply begins with <think>" in shown) == think
 
 
 def test_without_a_model_the_messages_are_shown():

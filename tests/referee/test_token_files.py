@@ -150,11 +150,11 @@ def test_a_damaged_line_is_named_and_left_out(tmp_path, name):
     index = source.index()
     assert [row["step"] for row in rows_of(index)] == [1, 2]
     (warning,) = index["runs"][0]["warnings"]
-    assert f"{path}, line 2 is left out: " in warning["what"]
+    assert f"{path}, line 2 is skipped: " in warning["what"]
     assert len(warning["what"]) < len(str(path)) + 200
     done = run("report", path)
-    assert f"{path}, line 2 is left out: " in done.stderr
-    assert f"{path}, line 2 is left out: " in run("diagnose", path).stderr
+    assert f"{path}, line 2 is skipped: " in done.stderr
+    assert f"{path}, line 2 is skipped: " in run("diagnose", path).stderr
 
 
 def test_of_many_damaged_lines_the_first_are_named(tmp_path):
@@ -164,7 +164,7 @@ def test_of_many_damaged_lines_the_first_are_named(tmp_path):
     assert "995 more lines" in skipped[-1]
 
 
-def test_a_line_that_is_too_long_is_left_out(tmp_path, monkeypatch):
+def test_a_line_that_is_too_long_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "LONGEST_LINE", 4000)
     edge = json.dumps(line(3)).ljust(4000)
     made = [line(), line(prompt="x" * 10_000), edge[:-1] + "\n", edge + "\n", line(2)]
@@ -172,17 +172,17 @@ def test_a_line_that_is_too_long_is_left_out(tmp_path, monkeypatch):
     recording = TokenFiles(path)
     assert recording.steps() == [1, 2, 3]
     assert [text.partition(": ")[0] for text in recording.skipped()] == [
-        f"{path}, line {n} is left out" for n in (2, 4)
+        f"{path}, line {n} is skipped" for n in (2, 4)
     ]
 
 
 def test_files_without_a_response_are_refused_with_a_sentence(tmp_path):
     empty, other = write(tmp_path / "empty.jsonl", []), write(tmp_path / "other.jsonl", [{"question": "?"}])
     for command in ("report", "diagnose"):
-        assert f"{empty} holds no response that can be read: no line" in run(command, empty).stderr
+        assert f"{empty} has no readable response: no line" in run(command, empty).stderr
         done = run(command, other)
         assert done.exit_code == 1
-        assert f"{other}, line 1 is left out: step is not a whole number" in done.stderr
+        assert f"{other}, line 1 is skipped: step is not a whole number" in done.stderr
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "is not a file" in run("report", tmp_path / "pipe.jsonl").stderr
 
@@ -301,13 +301,13 @@ def test_prime_rl_exports_without_texts_get_them_from_a_tokenizer(tmp_path):
         ({"loss_mask": [True]}, "loss_mask is not a list of 6 values"),
         ({"token_ids": ["<b>"] * 6}, "a token id is not a whole number"),
         ({"entropy": None}, "entropy is not a list of 6 values"),
-        ({"rl_weights": ["<b>"] * 6}, "weight/all has values that are no numbers"),
+        ({"rl_weights": ["<b>"] * 6}, "weight/all has values that are not numbers"),
     ],
 )
 def test_a_prime_rl_line_that_cannot_be_read_is_named(tmp_path, changes, why):
     path = write(tmp_path / "rank_0.jsonl", [exported(), exported(**changes)])
     (skipped,) = TokenFiles(path).skipped()
-    assert f"{path}, line 2 is left out: " in skipped
+    assert f"{path}, line 2 is skipped: " in skipped
     assert why in skipped
 
 
@@ -353,15 +353,15 @@ def test_diagnose_says_what_it_can_and_what_needs_the_model(tmp_path):
     table = [row.split() for row in done.output.splitlines()]
     assert ["p", "tokens", "recorded", "ar", "lopti"] in table
     assert any(row[:2] == ["lopti", "high"] for row in table)
-    assert "nthr | ar was left out: it needs head, hidden, targets" in done.output
-    assert "entropy was left out: it needs entropy" in done.output
-    assert "not known without the model" in done.output
+    assert "nthr | ar was skipped: it needs head, hidden, targets" in done.output
+    assert "entropy was skipped: it needs entropy" in done.output
+    assert "not available without the model" in done.output
 
 
 def test_diagnose_refuses_what_does_not_apply(tmp_path):
     path = write(tmp_path / "tokens.jsonl", [line()])
-    assert "settings and --out are for a model" in run("diagnose", path, "prompts=3").stderr
-    assert "settings and --out are for a model" in run("diagnose", path, "--out", tmp_path / "x").stderr
+    assert "settings and --out need a model" in run("diagnose", path, "prompts=3").stderr
+    assert "settings and --out need a model" in run("diagnose", path, "--out", tmp_path / "x").stderr
     assert "unknown regulator" in run("diagnose", path, "--regulator", "arr").stderr
     bare = write(tmp_path / "bare.jsonl", [line(logp=None)])
     assert "no token has both a log-probability (logp) and an advantage" in run("diagnose", bare).stderr

@@ -31,7 +31,7 @@ def _group(about: str, **settings: bool) -> typer.Typer:
 
 
 def build() -> typer.Typer:
-    """The whole command line."""
+    """Build the command-line app."""
     app = _group("Reinforcement learning with verifiable rewards, token by token.", no_args_is_help=True)
     app.callback()(_main)
     app.command("train")(train.train)
@@ -42,7 +42,7 @@ def build() -> typer.Typer:
     app.command("runs")(inspect.runs)
     app.command("export")(publish.export)
     app.command("push")(publish.push)
-    about_tasks = _group("List the tasks, or show a problem of one.", invoke_without_command=True)
+    about_tasks = _group("List the tasks, or show one problem of a task.", invoke_without_command=True)
     about_tasks.callback()(inspect.list_tasks)
     about_tasks.command("show")(inspect.show)
     app.add_typer(about_tasks, name="tasks")

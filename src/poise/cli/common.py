@@ -21,7 +21,7 @@ Trust = Annotated[
 ]
 
 TrustChanged = Annotated[
-    bool, typer.Option("--trust-changed", help="Continue although your own code has changed; the run records this.")
+    bool, typer.Option("--trust-changed", help="Continue even if your own code has changed; the run records this.")
 ]
 
 
@@ -34,7 +34,7 @@ def fail(message: object) -> NoReturn:
 
 
 def home(path: Any) -> Any:
-    """A callback that expands ``~`` in one path or several, because shells do not expand ``--out=~/x``."""
+    """Expand ``~`` in one path or several, as a typer callback: shells do not expand ``--out=~/x``."""
     from poise._lib.files import expand
 
     try:
@@ -46,14 +46,14 @@ def home(path: Any) -> Any:
 
 
 def check_no_comparison(folder: str | Path) -> None:
-    """Stop with a message if this is the folder of a comparison, not of a run."""
+    """Exit with an error if ``folder`` holds a comparison, not a run."""
     page = os.path.join(folder, "comparison.html")
     if os.path.isfile(page) and not os.path.exists(os.path.join(folder, "config.json")):
-        fail(f"{folder} is the folder of a comparison: open {page}, or name one of its runs")
+        fail(f"{folder} holds a comparison, not a run: open {page}, or name one of its runs")
 
 
 def _model(name: str) -> str:
-    """Expand ``~``, and refuse the folder of a comparison before anything is loaded."""
+    """Expand ``~``, and reject the folder of a comparison before anything is loaded."""
     path = str(home(name))
     check_no_comparison(path)
     return path
@@ -66,7 +66,7 @@ Model = Annotated[
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print errors that say what to do, without a traceback. Any other error is a bug and keeps its traceback."""
+    """Print ``UserError`` and ``OSError`` without a traceback. Any other error is a bug and keeps its traceback."""
     from poise._lib.errors import UserError
 
     try:
@@ -79,7 +79,7 @@ def user_errors() -> Iterator[None]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows progress: one changing line on a terminal, plain lines elsewhere."""
+    """Yield a function that shows progress: one changing line on a terminal, plain lines elsewhere."""
     if not sys.stderr.isatty():
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
@@ -88,7 +88,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def loading(*, quiet: bool = False) -> AbstractContextManager[object]:
-    """On a terminal, show a line during the import of torch and transformers, which takes seconds."""
+    """On a terminal, show a status line while torch and transformers are imported, which takes seconds."""
     return nullcontext() if quiet or not sys.stderr.isatty() else _status("loading torch and transformers")
 
 

@@ -1,4 +1,4 @@
-"""``poise runs``, ``poise report``, ``poise tasks`` and ``poise doctor``. They do not change a run."""
+"""``poise runs``, ``poise report``, ``poise tasks`` and ``poise doctor``: no command here changes a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def runs(
     from poise.runs.subscribers.console import Console
 
     if not folder.is_dir():
-        fail(f"{folder}: there is no such folder; name the folder of your runs: poise runs DIR")
+        fail(f"{folder}: there is no such folder; name the folder with your runs: poise runs DIR")
     with user_errors():
         listing = find_runs(folder)
     if not listing:
@@ -80,11 +80,11 @@ def list_tasks(context: typer.Context) -> None:
 def show(
     args: Annotated[list[str] | None, typer.Argument(metavar="[TASK] [KEY=VALUE]...")] = None,
 ) -> None:
-    """Show a problem: its prompt, and the right answer if the task knows it. With a model, show exactly what it reads.
+    """Show a problem: its prompt, and the right answer if the task knows it.
 
     TASK is a name from `poise tasks`, or `file.py:Class`. Task settings begin with `task.`, as everywhere.
-    `seed` (0) chooses the problem; `split` is `train` or `test`. With `model=`, the prompt is shown as the model reads
-    it: chat template, system message, tools, `task.prefill` and control tokens.
+    `seed` (0) chooses the problem; `split` is `train` or `test`. With `model=`, show the prompt exactly as the
+    model reads it: with chat template, system message, tools, `task.prefill` and control tokens.
 
     Examples:
 
@@ -116,7 +116,7 @@ def show(
 
 
 def _read_by_model(config: Config, episode: Episode) -> str:
-    """The prompt of an episode, decoded from the token ids that the model gets, and a mark where the model begins."""
+    """Decode the token ids that the model reads as the episode's prompt, and mark where its reply begins."""
     from poise._lib.errors import counted
     from poise.models.loading import load_tokenizer
     from poise.models.prompts import encode, encode_prefill, opened, tools_of
@@ -127,7 +127,7 @@ def _read_by_model(config: Config, episode: Episode) -> str:
     controls = [token for token in dict.fromkeys(ids) if token in tokenizer.all_special_ids or token in ends]
     names = ", ".join(f"{tokenizer.decode([token])} × {ids.count(token)}" for token in controls) or "none"
     begun = (opened(tokenizer) + prefill).strip()
-    scored = f"; the reply that is scored begins with {begun}" if begun else ""
+    scored = f"; the scored reply begins with {begun}" if begun else ""
     return (
         f"--- what {config.model} reads ({counted(len(ids), 'token')}; control tokens: {names})\n"
         f"{tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)}"
@@ -138,7 +138,7 @@ def _read_by_model(config: Config, episode: Episode) -> str:
 def verl(
     args: Settings = None,
     config_path: Annotated[Path | None, typer.Option(callback=home, help="A folder with your configurations.")] = None,
-    config_name: Annotated[str, typer.Option(help="The configuration in that folder.")] = "ppo_trainer",
+    config_name: Annotated[str, typer.Option(help="The name of a configuration in that folder.")] = "ppo_trainer",
 ) -> None:
     """Check whether verl has loaded poise, and, if you pass settings, whether poise can train with them.
 
@@ -157,7 +157,7 @@ def verl(
 def report(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN", callback=home, help="Run folders, or token files; several are compared."),
+        typer.Argument(metavar="RUN", callback=home, help="Run folders or token files; several appear side by side."),
     ],
     out: Annotated[Path | None, typer.Option(callback=home, help="The file to write; default: report.html.")] = None,
     x: Annotated[Literal["step", "tokens", "seconds"], typer.Option("--x", help="The x axis of the curves.")] = "step",
@@ -169,10 +169,10 @@ def report(
         str | None, typer.Option(callback=home, help="The model whose tokenizer decodes a token file.")
     ] = None,
 ) -> None:
-    """Write a run, or several side by side, as one HTML file that opens from disk and needs no network.
+    """Write one HTML file that shows a run, or several side by side. It opens from disk and needs no network.
 
-    `--x` is the x axis of the curves when the page opens; the reader can change it. A token file, or a folder of them,
-    is a run of another trainer: TRL or verl with poise's `export`, or prime-rl's token exports.
+    `--x` is the x axis of the curves when the page opens; the reader can change it. A token file, or a folder of
+    token files, records a run of another trainer: TRL or verl with poise's `export`, or prime-rl's token exports.
 
     Examples:
 
@@ -219,7 +219,7 @@ def _decode(tokenizer: str | None) -> Callable[[list[int]], str] | None:
 
 
 def _place(runs: list[str], out: Path | None) -> Path:
-    """The path of the report."""
+    """The path of the report file."""
     first = Path(runs[0])
     beside = first.with_suffix(".html") if first.is_file() else first / "report.html"
     place = out or (beside if len(runs) == 1 else Path("report.html"))

@@ -62,7 +62,7 @@ def evaluate(
 
 
 def _conditions(model: str, config: Config) -> dict[str, Any]:
-    """The conditions of the evaluation, for the file of results."""
+    """The model, the task and the sampling settings, for the JSON file."""
     rollout = config.rollout
     task = {"task": config.task.name, "settings": config.task.settings, "split": "test", "seed": config.evaluation.seed}
     sampling = {"max_tokens": rollout.max_tokens, "top_p": rollout.top_p, "top_k": rollout.top_k}
@@ -134,9 +134,9 @@ def diagnose(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Measure which tokens drive an update of a model, and what each method would change. Nothing is trained.
+    """Measure which tokens drive a model's update, and what each method would change, without training.
 
-    For a token file of another trainer, or a folder of them, this prints the figures that need no model.
+    For another trainer's token file, or a folder of token files, print the figures that need no model.
 
     All settings of `poise train` work here. A run is measured with its own settings. The embedded model, or a model
     with a `warmstart.yaml`, is measured on the task that it learned. For any other model, name the task.
@@ -162,7 +162,7 @@ def diagnose(
         cuts = _intervals(intervals)
         if token_files(Path(model)):
             if args or out:
-                fail(f"{model} holds recorded tokens: settings and --out are for a model that poise samples from")
+                fail(f"{model} holds recorded tokens: settings and --out need a model, from which poise can sample")
             _weigh(Path(model), regulator or METHODS, cuts)
             return
         config = to_diagnose(model, args or [], trust=trust)
@@ -179,7 +179,7 @@ def diagnose(
 
 
 def _weigh(path: Path, methods: Sequence[str], cuts: Intervals) -> None:
-    """Print the analysis of a token file without its model."""
+    """Analyse a token file without its model, and print the results."""
     from poise.referee.report.token_files import TokenFiles
     from poise.referee.report.weighing import interval_table, method_table, weigh
     from poise.regulators import parse
@@ -200,10 +200,10 @@ def _weigh(path: Path, methods: Sequence[str], cuts: Intervals) -> None:
         console.table(method_table(weighed))
     for name, pull in weighed.pull.items():
         if pull is None:
-            print(visible(f"- {name} leaves nothing to learn: its weights or all advantages are 0"))
+            print(visible(f"- {name} leaves nothing to learn: all its weights or all advantages are 0"))
     for name, fields in weighed.missing.items():
-        print(visible(f"- {name} was left out: it needs {', '.join(fields)}, which the file does not have"))
-    print("- not known without the model: gradients over all parameters, influence between intervals, displacement")
+        print(visible(f"- {name} was skipped: it needs {', '.join(fields)}, which the file does not have"))
+    print("- not available without the model: gradients over all parameters, influence between intervals, displacement")
     print("  poise diagnose MODEL task.name=… measures them on fresh responses")
 
 
@@ -219,7 +219,7 @@ def _intervals(edges: str) -> Intervals:
 def _diagnose(
     config: Config, model: str, place: Path, methods: Sequence[str], cuts: Intervals, batches: int, warmup: int
 ) -> dict[str, Any]:
-    """Print the conditions and measure. On an error, remove the folder."""
+    """Print the settings, then measure. On an error, remove the folder."""
     from poise.referee.diagnose import diagnose as measure
     from poise.runs.folder import RunFolder
     from poise.training.config.run_settings import describe_sampling, describe_task

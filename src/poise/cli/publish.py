@@ -15,7 +15,7 @@ _Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     typer.Option("--dtype", help="dtype of the weights; auto: the dtype of the original model."),
 ]
-_RemoteCode = Annotated[bool, typer.Option("--remote-code", help="Let the model's repository run its own Python.")]
+_RemoteCode = Annotated[bool, typer.Option("--remote-code", help="Let the model's repository run its own Python code.")]
 
 
 def export(
@@ -26,7 +26,7 @@ def export(
 ) -> None:
     """Write a trained model as an ordinary Hugging Face folder: adapters merged, safetensors, a model card.
 
-    `AutoModelForCausalLM.from_pretrained(OUT)` loads it without poise; so do vLLM, TRL and others.
+    `AutoModelForCausalLM.from_pretrained(OUT)`, vLLM, TRL and others load the folder without poise.
 
     Examples:
 
@@ -39,7 +39,7 @@ def export(
     with user_errors():
         check_free(out, "choose another folder")
         if out.name in ("", ".."):
-            fail(f"{out}: name a new folder, which poise creates; to write here, run this in the folder above")
+            fail(f"{out}: name a new folder, which poise creates; to write here, run the command in the parent folder")
         _write(run, out, out.name, dtype, remote_code)
     print(visible(f"saved to {out}"))
 
@@ -73,7 +73,7 @@ def push(
 
 
 def _write(run: str, folder: Path, title: str, dtype: str, remote_code: bool) -> None:
-    """Write the model into a new folder, with a card if it comes from a run."""
+    """Write the model to a new folder, with a model card if the model comes from a run."""
     from poise.models.loading import export as save
     from poise.models.location import locate
     from poise.referee.report.card import card

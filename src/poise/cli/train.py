@@ -81,7 +81,7 @@ def train(
 
 
 def _memory(config: Config) -> str:
-    """The memory that training takes, for a dry run, which downloads nothing."""
+    """The memory that training needs, for a dry run. A model that is not on this machine is not downloaded."""
     with quick_imports():
         from poise.models.location import ModelError, locate
         from poise.models.policy import BUSY_TOKENS
@@ -93,18 +93,18 @@ def _memory(config: Config) -> str:
     except ModelError as error:
         return str(error)
     if memory is None:
-        return "known once the model is here"
+        return "known after the model is downloaded"
     return f"at least {memory}; {memory.passes(config.optim.micro_tokens or BUSY_TOKENS)}"
 
 
 def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
-    """The settings of the run to resume. Its folder is ``run=DIR`` or the only argument that is no setting."""
+    """Read the settings of the run to resume. Its folder is ``run=DIR``, or the one argument that is not a setting."""
     from poise.runs.checkpoint_files import CHANGEABLE
     from poise.training.config.documents import split_overrides
     from poise.training.config.run_settings import of_run
 
     if recipe is not None and any(item.startswith("run=") for item in overrides):
-        fail(f"--resume takes its settings from the run folder: leave {recipe} out")
+        fail(f"--resume takes its settings from the run folder: remove {recipe}")
     if extra := sorted({item.partition("=")[0].strip() for item in overrides} - CHANGEABLE.keys()):
         fail(f"--resume uses the run's own settings; {extra[0]}= cannot be changed. These can: {', '.join(CHANGEABLE)}")
     changes = split_overrides(overrides)
@@ -115,7 +115,10 @@ def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
 
 
 def split_arguments(args: list[str], *, resume: bool = False) -> tuple[str | None, list[str]]:
-    """The recipe (with ``resume``: the run folder) or None, and the settings. A run folder's name may contain ``=``."""
+    """Split the arguments into a recipe or None, and the settings.
+
+    With ``resume``, a run folder takes the place of the recipe; its name may contain ``=``.
+    """
     recipes = [arg for arg in args if "=" not in arg or (resume and is_run(arg))]
     if resume and len(recipes) > 1:
         fail(f"--resume takes one run and no recipe, got {' and '.join(recipes)}; write: poise train --resume DIR")
@@ -141,20 +144,20 @@ def compare(
 
     Settings of the comparison:
 
-    - `seeds`: how many seeds (10: seeds 0 to 9), or which (20-29)
+    - `seeds`: the number of seeds (10: seeds 0 to 9), or a range (20-29)
     - `run`: the folder of the comparison
     - `baseline`: the arm that the others are compared with
-    - `tune`: how many extra seeds choose each arm's learning rate from the values of `optim.lr`
+    - `tune`: the number of extra seeds that choose each arm's learning rate from the values of `optim.lr`
     - `controls`: `auto` adds arms that may explain a method's gain
-    - `measure`: `speed` measures how many times as fast as the baseline an arm learns. The baseline then runs
+    - `measure`: `speed` also measures how fast each arm learns relative to the baseline. The baseline then runs
       `longer`=2 times as many steps, and speeds within `margin` count as equal
     - `jobs`: how many runs train in parallel
     - `threads`: CPU threads of each run (1)
     - `hours`: no run starts after this time
     - `retries`: how often a failed run is repeated (0)
-    - `keep`: `models`, or only `results` (no checkpoints, each of which takes 14 to 16 bytes per parameter)
+    - `keep`: `models` keeps each run's newest checkpoint (14 to 16 bytes per parameter), `results` keeps none
 
-    After Ctrl-C or a kill, or to add arms or seeds, run the same command again: it continues, and repeats no run.
+    After Ctrl-C or a kill, run the same command again to continue; add arms or seeds if you like. No run is repeated.
     docs/compare.md explains what makes a comparison fair.
 
     Examples:

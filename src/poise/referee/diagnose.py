@@ -1,4 +1,4 @@
-"""``poise diagnose``: measures on fresh responses which tokens drive an update of a model, and writes a verdict."""
+"""``poise diagnose``: measure on fresh responses which tokens drive a model's update, and write a verdict."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PolicyLoop:
         return score_all(self.policy, self.batch, self.plan.temperature, self.plan.micro_tokens)[0]
 
     def noise(self, masks: Tensor) -> dict[str, list[float | None]]:
-        """The mean |Δp| of each interval without an update: with passes of half the size, and with bfloat16 logits."""
+        """The mean |Δp| per interval from rounding alone: with passes of half the size, and with bfloat16 logits."""
         smaller = min(self.policy.budget(self.plan.micro_tokens), int(self.batch.mask.sum())) // 2
         again = score_all(self.policy, self.batch, self.plan.temperature, max(1, smaller))[0]
         rounded = token_gradient_sizes(self.batch, logit_rounding)
@@ -91,7 +91,7 @@ def diagnose(
     """Sample ``batches`` batches from the config's model and task, and run ``dominance`` on each, without training.
 
     ``task`` replaces the config's task. Responses and tokens are written to ``folder`` as in a run, and the results to
-    ``diagnose.json``. The KL term is left out.
+    ``diagnose.json``. The gradients do not include the KL term.
     """
     intervals = intervals or Intervals()
     by_name = {name: regulators.parse(name) for name in methods}
@@ -136,7 +136,7 @@ def diagnose(
 
 
 def _warm_optimizer(sampler: Sampler, config: Config, warmup: int, say: Progress) -> torch.optim.AdamW:
-    """AdamW with second moments from ``warmup`` other batches at the same weights, and no momentum (β₁ = 0).
+    """Return AdamW without momentum (β₁ = 0), with second moments from ``warmup`` other batches at the same weights.
 
     Without this state, Adam's first step would be the sign of the gradient. Momentum would add the gradients of other
     batches and of a method's earlier phases to every step.
@@ -182,7 +182,7 @@ def sample(sampler: Sampler, config: Config, number: int) -> SampledBatch:
 def _with_progress(
     by_name: dict[str, regulators.Regulator], title: str, say: Progress
 ) -> dict[str, regulators.Regulator]:
-    """The same regulators; each reports its name when ``dominance`` calls it."""
+    """Wrap the regulators, so that each reports its name when ``dominance`` calls it."""
 
     def announce(name: str, regulator: regulators.Regulator) -> regulators.Regulator:
         def phases(batch: TokenBatch) -> list[Phase]:
@@ -196,7 +196,7 @@ def _with_progress(
 
 
 def _suspects(step: int, sampled: SampledBatch, policy: Policy, tokens: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """The tokens of wrong responses with the highest NTHR scores, each with the text before it."""
+    """The tokens of incorrect responses with the highest NTHR scores, each with the text before it."""
     if "nthr" not in tokens:
         return []
     scores, prob, ids = tokens["nthr"].nan_to_num(-torch.inf), sampled.batch.prob, sampled.batch.targets
@@ -224,7 +224,7 @@ def _record(folder: RunFolder, step: int, sampled: SampledBatch, sampler: Sample
 
 
 def combine(figures: Sequence[Any]) -> tuple[Any, Any]:
-    """The means over batches, in the same structure, and their standard errors (None with a single batch).
+    """Return the means over batches and their standard errors (None for a single batch), in the same structure.
 
     Per-question values are concatenated instead.
     """
@@ -288,7 +288,7 @@ def table(mean: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _influence(base: dict[str, Any], error: dict[str, Any], low: str, high: str, wide: float) -> list[str]:
-    """A sentence: whether a step on one interval alone moves the other interval farther than its own step."""
+    """A sentence: whether a step on one interval moves the other interval farther than that interval's own step."""
     rows, errors = ([row["moved"] for row in each["influence"]] for each in (base, error))
     corners = [(i, j) for i in (0, -2) for j in (0, -1)]  # the last row is the update on all tokens
     if not all(rows[i][j] for i, j in corners):
@@ -297,7 +297,7 @@ def _influence(base: dict[str, Any], error: dict[str, Any], low: str, high: str,
     figures = [(rows[i][j], errors[i][j]) for i, j in corners]
     figures += [(base["share"][i], error["share"][i]) for i in (0, -1)]
     if any(off is not None and wide * off >= abs(value) > 0 for value, off in figures):
-        conclusion = "an error here is as large as its value, so nothing follows: measure more (--batches, prompts=)"
+        conclusion = "an error here is as large as its value, so this shows nothing: measure more (--batches, prompts=)"
     elif onto_high > 1 > onto_low:
         conclusion = "the unlikely tokens dominate, as the paper says"
     elif onto_low > 1 > onto_high:
@@ -319,7 +319,7 @@ def _noise(mean: dict[str, Any], base: dict[str, Any], low: str, high: str) -> l
     ends = {name: f"{values[0]:.2g} in {low} and {values[-1]:.2g} in {high}" for name, values in moved.items()}
     pairs = zip(moved["update"], moved["bfloat16"], strict=True)
     below = any(update < rounding for update, rounding in pairs if update is not None)
-    conclusion = "; so where logits are bfloat16, part of what one sees is rounding" if below else ""
+    conclusion = "; so with bfloat16 logits, part of the measured change is rounding" if below else ""
     return [
         f"noise floor of |Δp|: the same weights in smaller passes {ends['again']}, logits rounded to bfloat16 "
         f"{ends['bfloat16']}; the update itself {ends['update']}{conclusion}"

@@ -35,7 +35,7 @@ tokenizer = AutoTokenizer.from_pretrained("THIS REPOSITORY OR FOLDER")
 
 
 def card(folder: RunFolder, title: str, step: int) -> str:
-    """The card of a run's model after a step, without paths on this machine."""
+    """The model card of a run after ``step`` steps. The card contains no local paths."""
     config, summary = folder.config, folder.read_json("summary.json")
     is_final = isinstance(summary, dict) and summary.get("steps") == step  # the summary describes this model
     before, after = folder.read_json("before.json"), summary.get("after") if is_final else None
@@ -73,9 +73,9 @@ def _facts(folder: RunFolder, config: dict[str, Any], base: str | None, step: in
 
 
 def _accuracy(before: Any, after: Any) -> str:
-    """A table, with 95 % intervals."""
+    """A table of held-out accuracy with 95 % intervals."""
     if not is_summary(before) or not is_summary(after):
-        return "Not measured: the run has no evaluation before training and of this model."
+        return "Not measured: the run has no evaluation before training, or no evaluation of this model."
     names = [name for name in before["table"] if name in after["table"] and BY_DIFFICULTY not in name]
     lost = lost_shares(before), lost_shares(after)
     sampling = f"{after['samples']} samples at temperature {_plain(after.get('temperature'))}"

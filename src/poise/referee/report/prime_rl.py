@@ -24,7 +24,7 @@ def is_export(data: Any) -> bool:
 
 
 def convert(data: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
-    """The line of a token file. A token that the loss leaves out (``is_masked``) gets the weight 0."""
+    """Convert one line. A token that the loss ignores (``is_masked``) has the weight 0."""
     version = data["schema_version"]
     check(version == VERSION, f"schema_version is {version!r}: poise reads version {VERSION} of prime-rl's exports")
     ids = checked_ids(data["token_ids"])

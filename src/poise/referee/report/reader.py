@@ -1,7 +1,7 @@
 """Reads and checks the files of a run folder, which may be damaged or malicious.
 
-``RunRecording`` has the data of a run folder that the page shows; ``token_files`` has the same data of another
-trainer's export.
+``RunRecording`` reads the page's data from a run folder; ``token_files`` reads the same data from another trainer's
+export.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from poise.runs.axes import drawable
 from poise.runs.folder import DamagedError, RunFolder
 from poise.sampling.trajectories import FIRST
 
-DAMAGED = (  # errors of reading a file that poise did not write
+DAMAGED = (  # errors that a damaged or foreign file may raise
     *(ValueError, TypeError, KeyError, AttributeError, EOFError, OSError, OverflowError, RuntimeError),
     *(zlib.error, SafetensorError),
 )
@@ -52,12 +52,12 @@ class RunRecording:
         return [step for step in self.folder.recorded() if self.folder.tokens_path(step).exists()]
 
     def version(self, step: int) -> Hashable:
-        """A value that changes when the step is written again; None if it is not recorded."""
+        """A value that changes when the step is rewritten; None if the step is not recorded."""
         tokens = self.folder.tokens_path(step)
         return tokens.stat().st_mtime_ns if self.folder.rollouts_path(step).exists() and tokens.exists() else None
 
     def read(self, step: int) -> Step:
-        """The responses and tokens of a step. Raises ValueError if they cannot be read."""
+        """Read the responses and tokens of a step. Raises ValueError if its files cannot be read."""
         folder = self.folder
         try:
             check_file(folder.tokens_path(step))
@@ -71,7 +71,7 @@ class RunRecording:
             raise ValueError(f"step {step} of {folder.path} cannot be read: {why}") from None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict per step."""
+        """The metrics, one dict per step."""
         return read_metrics(self.folder)
 
     def files(self) -> list[Path]:
@@ -83,12 +83,12 @@ class RunRecording:
         return self.folder.read_json(name)
 
     def skipped(self) -> list[str]:
-        """Messages about data that were left out: none, because for a run folder reading raises an error."""
+        """Messages about skipped data: always empty, because reading a damaged run folder raises an error."""
         return []
 
 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
-    """One dict per step. Values that a curve cannot show become None."""
+    """Read the metrics, one dict per step. Values that a curve cannot show become None."""
     path = folder.path / "metrics.jsonl"
     check_file(path)
     lines = folder.metrics()
@@ -98,7 +98,7 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def check_file(path: Path) -> None:
-    """Raise ValueError if the path is not a file: reading a pipe or a device could block for ever."""
+    """Raise ValueError if the path is not a file: reading a pipe or a device could block forever."""
     check(path.is_file() or not path.exists(), f"{path} is not a file")
 
 
@@ -141,9 +141,9 @@ def check_record(record: dict[str, Any], name: str) -> None:
         isinstance(turn, list) and len(turn) == 2 and type(turn[0]) is int and isinstance(turn[1], str)
         for turn in turns
     )
-    check(usable, f"{name}: environment is not a list of numbers and texts")
+    check(usable, f"{name}: environment is not a list of pairs (number, text)")
     check(isinstance(record.get("role", FIRST), str), f"{name}: role is not a string")
-    check(isinstance(record.get("notes", {}), dict), f"{name}: notes are not a group of numbers")
+    check(isinstance(record.get("notes", {}), dict), f"{name}: notes is not a mapping of names to numbers")
     for key in ("correct", "finished"):
         check(isinstance(record[key], bool | None), f"{name}: {key} is neither true nor false")
     for key, value in [("reward", record["reward"]), *record["parts"].items(), *record.get("notes", {}).items()]:

@@ -1,7 +1,7 @@
 """The recording of another trainer's run: a token file, or a folder of token files, which may still be growing.
 
-The first scan of the files stores the place of each step's lines; later scans read only added lines. So the cost is
-linear in the size of the files, and only one step is in memory at a time.
+The first scan of the files stores the file offsets of each step's lines; later scans read only new lines. So the cost
+is linear in the size of the files, and only one step is in memory at a time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from poise.referee.report.token_row import Row, joined, parse
 from poise.referee.report.token_texts import Decoder
 from poise.referee.report.weighing import step_metrics
 
-PATTERNS = ("*.jsonl", "step_*/*.jsonl", "token_exports/step_*/*.jsonl")  # poise's; prime-rl's, from two folders
-OTHERS = ("metrics.jsonl",)  # a file of run folders
+PATTERNS = (
+    "*.jsonl",
+    "step_*/*.jsonl",
+    "token_exports/step_*/*.jsonl",
+)  # poise's; prime-rl's, from two folders
+OTHERS = ("metrics.jsonl",)  # JSON lines in run folders, not token files
 MODELS = ("config.json", "adapter_config.json")  # in the folder of a run or a model
 LONGEST_LINE = 2**26  # bytes
-LONGEST_REASON = 160  # characters of the reason why a line was left out
+LONGEST_REASON = 160  # the most characters of the reason why a line was skipped
 NAMED = 5  # damaged lines that are described individually
 
 
 def token_files(path: Path) -> list[Path]:
-    """The token files at a path: the file, or the files in a folder that is no run and no model; may be empty."""
+    """The token files at a path: the file itself, or a folder's token files; empty for the folder of a run or model."""
     if path.suffix == ".jsonl" and not path.is_dir():
         return [path] if path.exists() else []
     if not path.is_dir() or any((path / name).exists() for name in MODELS):
@@ -39,11 +43,11 @@ class TokenFiles:
 
     def __init__(self, path: Path, decode: Callable[[list[int]], str] | None = None) -> None:
         self.path, self._decoder = path, Decoder(decode)
-        self._started = 0  # how often reading started again because a file was replaced
+        self._started = 0  # grows when reading starts over because a file was replaced
         self._forget()
         if not self.steps():
             why = "; ".join(self.skipped()) or "no line has been written yet"
-            raise ValueError(f"{path} holds no response that can be read: {why}")
+            raise ValueError(f"{path} has no readable response: {why}")
 
     def _forget(self) -> None:
         self._started += 1
@@ -62,12 +66,12 @@ class TokenFiles:
         return sorted(self._places)
 
     def version(self, step: int) -> Hashable:
-        """A value that changes when the step gets more lines; None if it is not recorded."""
+        """A value that changes when the step gets more lines; None if the step is not recorded."""
         places = self._places.get(step)
         return (self._started, len(places)) if places else None
 
     def read(self, step: int) -> Step:
-        """The responses and tokens of a step, from all files."""
+        """Read the responses and tokens of a step from all files."""
         rows: list[Row] = []
         try:
             for path, offset in self._places[step]:
@@ -82,7 +86,7 @@ class TokenFiles:
         return found
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict per step, computed from the tokens."""
+        """The metrics, one dict per step, computed from the tokens."""
         steps = self.steps()
         for step in steps:
             if self._metrics.get(step, (None,))[0] != self.version(step):
@@ -94,15 +98,15 @@ class TokenFiles:
         return token_files(self.path)
 
     def json(self, _: str) -> None:
-        """None: token files have no other data."""
+        """Return None: token files come without JSON files."""
 
     def skipped(self) -> list[str]:
-        """The first few damaged lines, and a count of the others."""
+        """Messages about the first few damaged lines, and the number of the others."""
         more = self._damaged_count - len(self._damaged)
         return [*self._damaged, f"{more:,} more lines of {self.path} cannot be read"] if more else self._damaged
 
     def _scan(self, path: Path) -> None:
-        """Store the places of lines added since the last scan."""
+        """Store the offsets of lines added since the last scan."""
         check_file(path)
         with path.open("rb") as file:
             offset, number = self._ends.get(path, (0, 0))
@@ -117,7 +121,7 @@ class TokenFiles:
                         return
                     self._damaged_count += 1
                     if len(self._damaged) < NAMED:
-                        self._damaged.append(f"{path}, line {number + 1} is left out: {error}")
+                        self._damaged.append(f"{path}, line {number + 1} is skipped: {error}")
                 offset, number = file.tell(), number + 1
                 self._ends[path] = offset, number
 
@@ -133,7 +137,7 @@ class TokenFiles:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file. Of a line that is too long, only the beginning is returned, but the whole line is read."""
+    """Yield the lines of a file. A line over ``LONGEST_LINE`` bytes is cut, but stays long enough to be rejected."""
     while line := file.readline(LONGEST_LINE + 1):
         rest = line
         while len(line) > LONGEST_LINE and rest and not rest.endswith(b"\n"):

@@ -26,7 +26,7 @@ UNKNOWN: dict[str, Any] = {
     "parts": {},
 }
 RECORD = (*UNKNOWN, "problem", "group", "text", "gold", "answer", "environment")
-POSITIVE = 0.01  # larger values are no log-probabilities, even after rounding
+POSITIVE = 0.01  # larger values are not log-probabilities, even after rounding
 
 
 class Row(NamedTuple):
@@ -39,16 +39,16 @@ class Row(NamedTuple):
 
 
 def parse(data: Any, decoder: Decoder) -> Row:
-    """The response of a line. A damaged line raises an error in ``reader.DAMAGED``."""
+    """Parse a line into a response. A damaged line raises one of the errors in ``reader.DAMAGED``."""
     check(isinstance(data, dict), "it is not a JSON object")
     step, words = data.get("step"), data.get("tokens")
-    check(type(step) is int and 0 <= step <= LAST_STEP, "step is not a whole number from 0 on")
+    check(type(step) is int and 0 <= step <= LAST_STEP, "step is not a whole number of at least 0")
     if words is None and isinstance(data.get("ids"), list):
         words = [decoder.word(token) for token in checked_ids(data["ids"])]
     texts = isinstance(words, list) and all(isinstance(word, str) for word in words)
-    check(texts, "it has neither tokens, a list of texts, nor ids, a list of numbers")
+    check(texts, "it has neither tokens (a list of texts) nor ids (a list of numbers)")
     group = data.get("group")
-    check(isinstance(group, str | int | None), "group is neither a text nor a whole number")
+    check(isinstance(group, str | int | None), "group is neither text nor a whole number")
     record = {**UNKNOWN, "text": "".join(words), "problem": "" if group is None else f"group {group}"}
     record |= {name: data[name] for name in RECORD if data.get(name) is not None}
     check_record(record, "it")
@@ -62,15 +62,15 @@ def parse(data: Any, decoder: Decoder) -> Row:
 def _column(name: str, values: Any, count: int) -> Tensor:
     numbers = [values] * count if isinstance(values, int | float) else values
     check(isinstance(numbers, list) and len(numbers) == count, f"{name} is not a list of {count} numbers")
-    check(all(isinstance(number, int | float | None) for number in numbers), f"{name} has values that are no numbers")
+    check(all(isinstance(number, int | float | None) for number in numbers), f"{name} has values that are not numbers")
     column = torch.tensor([nan if number is None else number for number in numbers], dtype=torch.float32)
-    check(name != "logp" or not (column > POSITIVE).any(), "logp is positive: these are no log-probabilities")
+    check(name != "logp" or not (column > POSITIVE).any(), "logp is positive: these are not log-probabilities")
     check(not name.startswith("weight/") or not (column < 0).any(), f"{name} is negative")
     return column
 
 
 def checked_ids(ids: Sequence[Any]) -> list[int]:
-    """The token ids, checked to be valid input for a tokenizer."""
+    """Check that the token ids are valid input for a tokenizer, and return them."""
     check(all(type(token) is int and 0 <= token < 2**31 for token in ids), "a token id is not a whole number")
     return list(ids)
 

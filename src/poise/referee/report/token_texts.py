@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Decoder:
-    """Decodes token ids with a tokenizer's ``decode``. Without it, a token's text is its number in brackets."""
+    """Decodes token ids with a tokenizer's ``decode``. Without ``decode``, a token's text is its id in brackets."""
 
     def __init__(self, decode: Callable[[list[int]], str] | None = None) -> None:
         self.word = cache(lambda token: decode([token]) if decode else f"⟨{token}⟩")

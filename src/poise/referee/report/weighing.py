@@ -1,4 +1,4 @@
-"""Analyses recorded tokens without their model: a run's curves, and each method's effect on its batches."""
+"""Analyses recorded tokens without their model: a run's curves, and each method's effect on the run's batches."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RECORDED = "recorded"  # the weights that the trainer used
 def token_batch(step: Step) -> tuple[TokenBatch, list[Phase]] | None:
     """The batch of a recorded step, and its phases; None if no token has both a log-probability and an advantage.
 
-    Tokens that lack one of these are outside the mask. A field that is not known for all tokens or responses is left
-    out.
+    Tokens without one of these are outside the mask. A field of the batch is None if it is unknown for some tokens or
+    responses.
     """
     logp, advantage = (step.arrays.get(name) for name in ("logp", "advantage"))
     if logp is None or advantage is None or not (usable := logp.isfinite() & advantage.isfinite()).any():
@@ -78,7 +78,7 @@ class Weighed(NamedTuple):
     token_share: list[float]
     pull: dict[str, list[float] | None]  # by method; None if all its weights or all advantages are 0
     metrics: dict[str, dict[str, float]]  # by method: the means of its ``reg/…`` metrics over the steps
-    missing: dict[str, list[str]]  # by method that cannot be applied: the missing fields
+    missing: dict[str, list[str]]  # the missing fields of each method that cannot be applied
 
 
 def weigh(recording: TokenFiles, methods: Mapping[str, Regulator], intervals: Intervals) -> Weighed:

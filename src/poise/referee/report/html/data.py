@@ -1,9 +1,9 @@
 """The data of the page: a small index, loaded at once, and one block per response, loaded when the reader opens it.
 
 A block is zlib-compressed. It contains the length of the response's text, the text in UTF-8, and zeros up to a multiple
-of 4. In the same form follows a JSON text with the environment's messages, each with the number of tokens before it.
-Then follow the arrays of the run's ``fields`` in order, as little-endian 4-byte numbers. Token ids are replaced by
-their index in the run's ``words``.
+of 4. A JSON string with the environment's messages follows in the same form; each message has the number of tokens
+before it. Then follow the arrays of the run's ``fields`` in order, as little-endian 4-byte numbers. Token ids are
+replaced by their index in the run's ``words``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Source:
         self._step = lru_cache(maxsize=4)(self._read)
 
     def stamp(self) -> str:
-        """A text that changes whenever a file of a run changes."""
+        """A string that changes whenever a file of a run changes."""
         stats = [path.stat() for run in self.runs for path in run.files()]
         return " ".join(f"{stat.st_mtime_ns}/{stat.st_size}" for stat in stats)
 
@@ -200,7 +200,7 @@ def _warnings(recording: Recording, last: int) -> list[dict[str, Any]]:
 
 
 def _diagnosis(recording: Recording) -> dict[str, Any] | None:
-    """The results of ``poise diagnose`` without single batches, from this folder or its subfolder ``diagnose``."""
+    """The results of ``poise diagnose``, averaged over batches, from this folder or its subfolder ``diagnose``."""
     figures = recording.json("diagnose.json") or recording.json("diagnose/diagnose.json")
     if figures is not None and not isinstance(figures, dict):
         raise ValueError(f"{recording.path}: diagnose.json holds no figures")

@@ -1,6 +1,6 @@
 """The page: one HTML file that contains its style, scripts and data, and makes no network requests.
 
-Model output is untrusted. The file contains it as JSON without characters that have a meaning in HTML, or as base64,
+Model output is untrusted. The file contains it as JSON without HTML's special characters, or as base64,
 and the scripts show it only as text. The content security policy allows only our style and our script.
 """
 
@@ -33,9 +33,9 @@ def write_report(
 ) -> Path:
     """Write the page of these run folders and token files to ``out``.
 
-    ``x`` is the x axis of the curves when the page opens (``runs.axes.AXES``). ``progress`` gets the number of written
-    responses and their total; ``say`` gets messages about skipped data. ``decode`` is a tokenizer's method, for files
-    with token ids.
+    ``x`` is the x axis of the curves when the page opens (``runs.axes.AXES``). ``progress`` is called with the
+    number of written responses and their total, ``say`` with messages about skipped data. ``decode`` is a tokenizer's
+    ``decode``, for files with token ids.
     """
     source = Source(paths, x, decode)
     index = source.index()
@@ -61,7 +61,7 @@ def data_element(data: Any) -> bytes:
 
 
 def in_html(data: Any) -> bytes:
-    """JSON that is safe inside a script element, whatever strings it contains: ASCII without ``<``, ``>`` and ``&``."""
+    """Encode ``data`` as JSON that is safe inside a script element: ASCII without ``<``, ``>`` and ``&``."""
     text = dumps(data).decode("ascii").strip()
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")  # in JSON these occur only inside strings

@@ -35,7 +35,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers requests for the page, its stamp, its index, and its blocks."""
+    """Serves the page, its stamp, its index and its blocks."""
 
     server: Server
     server_version, sys_version = "poise", ""
@@ -92,5 +92,5 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(paths: Sequence[str | Path], port: int = 0, *, x: str = "step", decode: Decode | None = None) -> Server:
-    """A server that is ready for ``serve_forever``. Port 0 is any free port. For the rest see ``write_report``."""
+    """Create a server; call its ``serve_forever``. Port 0 picks a free port. Other arguments as in ``write_report``."""
     return Server(port, Source(paths, x, decode))
