@@ -77,12 +77,12 @@ multiple arms). × is the speed factor: how many times as fast as GRPO the arm l
 
 - [The nine regimes](../experiments/comparison/comparison.md): avg@4 on at least 1,000 held-out problems. Each arm has
   the best of three rates, chosen by two seeds, often at an end of the range.
-- The mean is a random-effects estimate; five regimes share a task. For two passes in another regime it predicts a lead
-  of {passes_ahead} %.
+- The mean is a random-effects estimate; five regimes share a task. For two passes in a new regime it predicts
+  {passes_ahead} %.
 - The published runs ([2505.12929](https://arxiv.org/abs/2505.12929)) have one seed per arm, and test puzzles among the
   training puzzles; AR with Lopti gained {published_both} %.
-- In four of the five regimes of Knights & Knaves (K&K) our intervals end at or below {ar_four} % for AR and
-  {lopti_four} % for Lopti; in the fifth, where one run of GRPO lost accuracy, at {ar_most} and {lopti_most} %.
+- In four of the five regimes of Knights & Knaves (K&K) our intervals' upper ends are at most {ar_four} % for AR and
+  {lopti_four} % for Lopti; in the fifth, where one run of GRPO lost accuracy, {ar_most} and {lopti_most} %.
 
 ## Why
 
@@ -90,9 +90,9 @@ multiple arms). × is the speed factor: how many times as fast as GRPO the arm l
   the same rate](../experiments/comparison/comparison.md#which-learning-rate-is-a-method-worth).
 - **Two steps are more than one.** Lopti's two phases act like GRPO at a higher rate. On sums it did not matter [which
   tokens are in which phase](../experiments/comparison/comparison.md#two-steps-or-one-of-twice-the-length).
-- **Improbable tokens need not dominate.** In the one system that we measured, they have most of the gradient,
-  counted token by token, but [largely
-  cancel](../experiments/comparison/comparison.md#why-words-do-not-drown-the-digits) in a batch.
+- **Improbable tokens need not dominate.** In the one system that we measured, they have most of the gradient
+  if each token is measured alone, but [largely
+  cancel](../experiments/comparison/comparison.md#why-words-do-not-drown-the-digits) within a batch.
 
 ## Each method
 
@@ -108,7 +108,7 @@ multiple arms). × is the speed factor: how many times as fast as GRPO the arm l
 
 - We trained models of 0.9 to 8 M parameters, made for the task, and one pretrained model of 135 M, with answers of at
   most 256 tokens and 40 to 128 batches. The results say nothing about large models and long answers.
-- Only the miniature has two optimizer steps per batch, KL and one untuned rate, as the published runs have.
+- Only the miniature has two optimizer steps per batch, KL and one untuned rate, like the published runs.
 - "Level" means that we found no difference. The regimes detect a difference of {detectable} points with 80 % power.
 - Intervals exclude the uncertainty from choosing rates.
 - We wrote the methods and the referee. No author has reviewed them or [our decisions](papers.md).
