@@ -105,7 +105,7 @@ def test_mistakes_are_answered(tmp_path):
     file = jsonl(tmp_path / "rows.jsonl")
     for settings, message in [
         ({"file": str(tmp_path / "no.jsonl")}, "there is no such file or folder"),
-        ({"file": "sums.txt"}, "there is no such file or folder; files that can be read end in .jsonl"),
+        ({"file": "sums.txt"}, "there is no such file or folder; poise reads files that end in .jsonl"),
         ({"file": "owner/sums.csv.GZ"}, "there is no such file or folder"),
         ({"file": str(tmp_path)}, "is a folder that datasets' save_to_disk did not write"),
         ({"file": __file__}, "must end in .jsonl"),
@@ -150,7 +150,7 @@ def test_a_hub_id_without_a_network_says_so(monkeypatch):
         Data("openai/gsm8k", reward="math")
     rows = datasets.Dataset.from_list(ROWS[:20])
     monkeypatch.setattr(datasets, "load_dataset", lambda _: datasets.DatasetDict({"main": rows}))
-    with pytest.raises(DataError, match=r"has no split 'train', but main; choose one: task\.split=NAME"):
+    with pytest.raises(DataError, match=r"has no split 'train', but main; choose one with task\.split=NAME"):
         Data("openai/gsm8k", reward="math")
     assert len(Data("openai/gsm8k", reward="math", split="main", held_out=0.0).epoch("train", 0, 0)) == 20
 

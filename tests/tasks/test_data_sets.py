@@ -54,14 +54,14 @@ def test_a_configuration_and_its_test_split():
     [
         (
             {},
-            r"data openai/gsm8k cannot .*name is missing.*'main', 'socratic'.*; choose one: data.config=NAME$",
+            r"data openai/gsm8k cannot .*name is missing.*'main', 'socratic'.*; choose one with data.config=NAME$",
         ),
         (
             {"config": "man"},
-            r"gsm8k man cannot .*'man' not found.*'main', 'socratic'.*; choose one: data.config=",
+            r"gsm8k man cannot .*'man' not found.*'main', 'socratic'.*; choose one with data.config=",
         ),
-        ({"config": "main", "split": "trian"}, "main has no split 'trian', but test, train; choose one: task.split="),
-        ({"config": "main", "test_split": "tset"}, "has no split 'tset', but test, train; choose one: task.test_split"),
+        ({"config": "main", "split": "trian"}, "main has no split 'trian', but test, train; choose one with task.split="),
+        ({"config": "main", "test_split": "tset"}, "has no split 'tset', but test, train; choose one with task.test_split"),
         ({"file": "nobody/nothing"}, "data nobody/nothing cannot be loaded .*is there a network"),
         ({"config": "main", "test_file": GSM8K}, r"Config name is missing.*'main', 'socratic'"),
     ],
@@ -101,7 +101,7 @@ def test_a_test_file_of_the_hub_is_its_test_split_or_its_only_one(hub, tmp_path)
     hub.add("own/aime", {("default", "train"): rows(3, 7)})
     assert len(Data(mine, reward="number", test_file="own/aime").epoch("test", 0, 0)) == 3
     hub.add("own/two", {("default", "train"): rows(3, 7), ("default", "extra"): rows(2, 7)})
-    with pytest.raises(DataError, match=r"has the splits extra, train: choose one, task\.test_split=NAME"):
+    with pytest.raises(DataError, match=r"has the splits extra, train: choose one with task\.test_split=NAME"):
         Data(mine, reward="number", test_file="own/two")
     assert len(Data(mine, reward="number", test_file="own/two", test_split="extra").epoch("test", 0, 0)) == 2
 
@@ -122,11 +122,11 @@ def test_a_folder_with_the_readme_of_a_repository_is_one(tmp_path, monkeypatch):
 def test_settings_of_the_hub_are_refused_for_files(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"question": "Mine?", "answer": "1"}\n')
     for setting in ({"config": "main"}, {"streaming": True}):
-        with pytest.raises(DataError, match=r"is only for sets on the hub and folders with a set's README\.md"):
+        with pytest.raises(DataError, match=r"is only for data sets on the hub and folders with a data set's README\.md"):
             Data(str(tmp_path / "mine.jsonl"), reward="number", **setting)
-        with pytest.raises(DataError, match=r"in memory.*is only for sets on the hub"):
+        with pytest.raises(DataError, match=r"in memory.*is only for data sets on the hub"):
             Data(rows(3), reward="number", **setting)
-    with pytest.raises(DataError, match="has no splits: leave test_split out"):
+    with pytest.raises(DataError, match="has no splits: remove test_split"):
         Data(rows(3), reward="number", test_split="test")
 
 
@@ -235,7 +235,7 @@ def test_held_out_questions_of_one_set_are_not_trained_on_in_another(hub):
 
 @pytest.mark.usefixtures("two")
 def test_a_weight_too_small_for_a_single_problem_is_refused():
-    with pytest.raises(DataError, match="own/b: with its weight none of 40 problems would come from it"):
+    with pytest.raises(DataError, match="own/b: its weight is too small to get one of 40 problems"):
         Data([{"name": "own/a", "weight": 1000}, "own/b"], reward="math").epoch("train", 0, 0)
 
 
@@ -405,7 +405,7 @@ def test_numbers_of_numpy_stay_numbers():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (3, "data must be a file, a hub id, a table of datasets or a list of rows, got 3"),
+        (3, "data must be a file, a hub id, a datasets.Dataset or a list of rows, got 3"),
         (iter(rows(3)), "can be read only once: pass a list of its rows"),
         ([], "data in memory has no row"),
         ([1, 2], r"data in memory has no row; 2 unreadable rows .*not an object with named fields, but 1"),

@@ -1,7 +1,7 @@
 """Problems from the user's data sets, scored by reward functions.
 
-``sources`` finds and opens a data set, ``rows`` reads files, ``reader`` turns rows into problems, ``order`` determines
-their order in training, and ``task`` is the task.
+``sources`` finds and opens a data set, ``rows`` reads files, ``reader`` converts rows to problems, ``order`` determines
+the order of the problems in training, and ``task`` defines the task.
 """
 
 from poise.tasks.data.rows import DataError

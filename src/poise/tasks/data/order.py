@@ -1,6 +1,6 @@
-"""The order of training problems from one or several data sets. It depends only on the seed and the place.
+"""The order of training problems from one or more data sets. The seed and the place determine each problem.
 
-A *place* is a problem's index in this order; a *walk* is the sequence of a data set's problems.
+A *place* is a problem's index in this order. A *walk* is the sequence of problems from one data set.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from poise.tasks.base import Problem
 from poise.tasks.data.rows import DataError, Row
 
 ENDLESS = 2**53  # the length of an epoch that has no end
-PERIOD = 1000  # in a mixture with a streamed set, the weights hold exactly over every period of this many problems
+PERIOD = 1000  # problems: in a mixture with a streamed set, every period has exactly the shares of the weights
 
 
 class Table:
-    """Problems in memory. ``name`` distinguishes the walks of several tables."""
+    """Problems in memory. ``name`` is part of the seed, so that several tables are shuffled differently."""
 
     def __init__(self, problems: list[Problem], name: str) -> None:
         self.problems, self.name = problems, name
         self._order = lru_cache(4)(self._shuffled)
 
     def at(self, seed: int, place: int) -> Problem:
-        """The problem at a place of the walk, which goes through the table epoch after epoch."""
+        """Return the problem at ``place``. The walk goes through the table epoch after epoch."""
         number, within = divmod(place, len(self.problems))
         return self.problems[self._order(seed, number)[within]]
 
@@ -36,7 +36,7 @@ class Table:
         return order
 
     def leave_out(self, unfit: Callable[[Problem], bool]) -> list[Problem]:
-        """Drop the problems that do not fit, and return them."""
+        """Remove the problems that do not fit, and return the removed problems."""
         out = [problem for problem in self.problems if unfit(problem)]
         gone = {id(problem) for problem in out}
         self.problems[:] = [problem for problem in self.problems if id(problem) not in gone]
@@ -47,7 +47,7 @@ class Table:
 class Stream:
     """Problems of a data set that is read during training: rows in file order, shuffled in blocks of ``buffer`` rows.
 
-    Only one block is in memory. Reading only goes forward: for an earlier place it begins again.
+    Only one block is in memory. To return to an earlier place, reading starts over from the first row.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Stream:
         self._blocks = self._read(0)
 
     def at(self, seed: int, place: int) -> Problem:
-        """The problem at a place of the walk, which reads the data set pass after pass, block by block."""
+        """Return the problem at ``place``. The walk reads the data set pass after pass, block by block."""
         if seed != self._seed or place < self._start:
             self._rewind(seed)
         while place >= self._start + len(self._block):
@@ -69,7 +69,7 @@ class Stream:
         return self._block[place - self._start]
 
     def leave_out(self, unfit: Callable[[Problem], bool]) -> list[Problem]:
-        """From now on, skip the problems that do not fit."""
+        """Skip the problems that do not fit from now on, and start over. Return []."""
         self.unfit.append(unfit)
         self._rewind(self._seed)
         return []
@@ -95,7 +95,8 @@ class Stream:
 
 
 class Mixture:
-    """Several data sets. In every period each has a whole number of problems, in proportion to its weight."""
+    """A mixture of data sets. In every period, each data set has a whole number of problems in proportion to its
+    weight."""
 
     def __init__(self, parts: Sequence[Table | Stream], weights: Sequence[float], names: Sequence[str]) -> None:
         self.parts, self.weights, self.names = parts, weights, names
@@ -103,11 +104,11 @@ class Mixture:
         self._places = lru_cache(4)(self._laid_out)
 
     def changed(self) -> None:
-        """Forget the epochs: a part has fewer problems now."""
+        """Clear the cached epochs. Call this after removing problems from a data set."""
         self.epoch.cache_clear()
 
     def _epoch(self, seed: int, number: int) -> Sequence[Problem]:
-        """An epoch: its length is the number of problems of all sets. With a streamed set the epoch has no end."""
+        """Return an epoch, as long as all data sets together. With a streamed data set, the epoch has no end."""
         tables = [part for part in self.parts if isinstance(part, Table)]
         if len(tables) < len(self.parts):
             return Endless(lambda place: self._at(seed, place))
@@ -120,13 +121,15 @@ class Mixture:
         return self.parts[part].at(seed, within)
 
     def _laid_out(self, seed: int, number: int, size: int) -> list[tuple[int, int]]:
-        """For each problem of a period: its part, and its place in that part's walk."""
+        """Return, for each problem of a period, the index of its data set and the place in that data set's walk."""
         counts = shares(self.weights, size)
         for name, part, share in zip(self.names, self.parts, counts, strict=True) if size else ():
             if isinstance(part, Table) and not part.problems:
-                raise DataError(f"data {name}: no problem is left to train on")
+                raise DataError(f"data {name}: no problem is left for training")
             if not share:
-                raise DataError(f"data {name}: with its weight none of {size:,} problems would come from it: raise it")
+                raise DataError(
+                    f"data {name}: its weight is too small to get one of {size:,} problems: raise the weight"
+                )
         order = [part for part, share in enumerate(counts) for _ in range(share)]
         if len(counts) > 1:
             Random(f"mixture {seed} {number}").shuffle(order)
@@ -135,7 +138,7 @@ class Mixture:
 
 
 def shares(weights: Sequence[float], size: int) -> list[int]:
-    """Split ``size`` into whole numbers in proportion to the weights, by the largest remainders."""
+    """Split ``size`` into whole numbers in proportion to the weights, by the largest-remainder method."""
     exact = [size * weight / sum(weights) for weight in weights]
     found = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda part: found[part] - exact[part])
@@ -145,7 +148,7 @@ def shares(weights: Sequence[float], size: int) -> list[int]:
 
 
 class Endless(Sequence[Problem]):
-    """An endless sequence, whose problems are built on access."""
+    """An endless sequence of problems, built on access."""
 
     def __init__(self, at: Callable[[int], Problem]) -> None:
         self._at = at

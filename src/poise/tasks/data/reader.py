@@ -1,4 +1,4 @@
-"""From rows to problems: find the question and answer columns, build the messages, leave out unusable rows."""
+"""Convert rows to problems: find the question and answer columns, build the messages, and skip unusable rows."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from poise.tasks.rewards.base import gold_texts
 if TYPE_CHECKING:
     from poise.tasks.data.task import Data
 
-QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # looked for in this order
+QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # tried in this order
 ROLES = ("system", "developer", "user", "assistant", "tool")
-Names = str | Sequence[str] | None  # a column; or several columns, of which the first that exists counts; None: usual
-Make = Callable[[int, Row], Problem | None]  # the problem of a row, given its number; None: it has no question
+Names = str | Sequence[str] | None  # a column, or columns of which the first that exists is used; None for common names
+Make = Callable[[int, Row], Problem | None]  # converts a row and its number to a problem; None without a question
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Turns rows into problems by the task's settings.
+    """Converts rows to problems according to the task's settings.
 
-    ``mixed`` says that there are several data sets. Then all problems have the right answer in the same column, and a
-    problem's difficulty is the name of its data set.
+    ``mixed`` is True if there are several data sets. In this case all problems have the right answer in the same
+    column, and a problem's difficulty is the name of its data set.
     """
 
     task: Data
     mixed: bool
 
     def read(self, found: Rows, name: str) -> tuple[list[Problem], Make]:
-        """The problems of the rows, and the function that makes a problem of any other row of the data set ``name``."""
+        """Convert the rows to problems. Also return the function that converts other rows of the data set ``name``."""
         source, rows = found.source, found.rows
         if not rows:
             unread = f"; {_lines(found)}" if found.unreadable else ""
@@ -64,19 +64,19 @@ class Reader:
         self._check_answers([*columns, *([gold] if gold else [])], source)
         golds = [name or gold or GOLD_COLUMNS[0] for name in self.task.rewards.answer_columns()]
         unknown = [p for p in problems if any(not gold_texts(p.data["row"].get(name)) for name in golds)]
-        self._note(source, "without an answer (rewards that compare with it do not apply)", _numbers(unknown))
+        self._note(source, "without an answer (rewards that compare with the answer do not apply)", _numbers(unknown))
         first: dict[str, Problem] = {}
         copies = [p for p in problems if first.setdefault(question_key(p), p) is not p]
         self._note(source, "with a repeated question (kept)", _numbers(copies))
         return problems, make
 
     def _note(self, source: str, what: str, numbers: list[int]) -> None:
-        """Add a note for the user about these rows, if there are any."""
+        """Add a note for the user about these rows, unless ``numbers`` is empty."""
         if numbers:
             self.task.notes.append(f"{source}: {counted(len(numbers), 'row')} {what}: {some(numbers)}")
 
     def _columns(self, source: str, columns: Sequence[str], name: str) -> tuple[Make, str | None]:
-        """The function that makes the problem of a row, and the column in which rewards find the right answer."""
+        """Return the function that converts a row to a problem, and the column with the right answer for rewards."""
         task = self.task
         question = _column("question", task.question, QUESTION_COLUMNS, columns, source)
         answer = _column("answer", task.answer, (), columns, source) if task.answer else _usual(GOLD_COLUMNS, columns)
@@ -100,7 +100,8 @@ class Reader:
         return make, gold
 
     def _check_answers(self, columns: Sequence[str], source: str) -> None:
-        """Raise if a reward has no right answer to compare with. Otherwise the error would come much later."""
+        """Raise an error if a reward needs the right answer but the data has no such column. Without this check, the
+        error would come much later."""
         for name in self.task.rewards.answer_columns():
             if name is None:
                 _column("answer", None, GOLD_COLUMNS, columns, source)
@@ -109,7 +110,7 @@ class Reader:
                 raise DataError(f"data {source} has no column {name!r}, which a reward names (it has: {known})")
 
     def _messages(self, row: Row, question: str) -> tuple[list[Message] | None, bool]:
-        """The first messages, and whether the row itself contains messages; None if there is no question."""
+        """Return the first messages (None without a question), and whether the row's question is a list of messages."""
         asked = row.get(question)
         if asked is None or (isinstance(asked, str) and not asked.strip()) or asked == []:
             return None, False
@@ -142,7 +143,7 @@ def _message(value: Any) -> Message:
 
 
 def places(problems: Sequence[Problem]) -> str:
-    """The lines of problems, for a message."""
+    """List the problems' row numbers, for a message."""
     return some(_numbers(problems))
 
 
@@ -151,7 +152,7 @@ def _numbers(problems: Sequence[Problem]) -> list[int]:
 
 
 def _column(what: str, named: Names, usual: Sequence[str], columns: Sequence[str], source: str) -> str:
-    """The column of questions or answers. Raises an error that says what to do if there is none."""
+    """Return the column of questions or answers. If there is none, raise an error that says what to do."""
     names = [named] if isinstance(named, str) else list(named or ())
     found = next((name for name in names if name in columns), None) or (None if names else _usual(usual, columns))
     if found is None and names:
@@ -160,19 +161,19 @@ def _column(what: str, named: Names, usual: Sequence[str], columns: Sequence[str
     if found is None:
         raise DataError(
             f"data {source}: none of its columns is called {', '.join(usual)} (it has: {', '.join(columns)}); "
-            f"name the one with the {what}: task.{what}=COLUMN"
+            f"name the column with the {what}: task.{what}=COLUMN"
         )
     return found
 
 
 def _usual(usual: Sequence[str], columns: Sequence[str]) -> str | None:
-    """The first column with a usual name, ignoring case."""
+    """Return the first column with a common name, ignoring case."""
     known = {column.lower(): column for column in reversed(columns)}
     return next((known[name] for name in usual if name in known), None)
 
 
 def question_key(problem: Problem) -> str:
-    """A key that is equal for the same question, whatever its spaces and letter case."""
+    """Return a key for the question that ignores spacing and letter case."""
     return " ".join(problem.data["text"].casefold().split())
 
 

@@ -1,4 +1,4 @@
-"""Rows of a data set: reading files, reporting unreadable rows, and a fingerprint of a data set."""
+"""Rows of a data set: read files, report unreadable rows, and compute the fingerprint of a data set."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ ENDINGS = ", ".join(SUFFIXES)
 
 
 class DataError(UserError, ValueError):
-    """Data that cannot be used; the message says which file, which line, and what to do."""
+    """The data cannot be used. The message names the file and the line, and says what to do."""
 
 
 @dataclass
 class Rows:
-    """Rows with the numbers that messages show for them, and the lines that could not be read."""
+    """Rows with the row numbers that messages show, and the lines that could not be read."""
 
     source: str
     rows: list[tuple[int, Row]] = field(default_factory=list)
-    unreadable: list[tuple[int, str]] = field(default_factory=list)  # line, why
+    unreadable: list[tuple[int, str]] = field(default_factory=list)  # line number, reason
 
     def add(self, number: int, row: Any) -> None:
-        """Add ``row`` to the rows, or its number to ``unreadable`` if it is not a row."""
+        """Add ``row`` to ``rows``, or its number and the reason to ``unreadable``."""
         try:
             self.rows.append((number, plain_row(row)))
         except ValueError as error:
@@ -42,19 +42,19 @@ class Rows:
 
 
 def plain_row(row: Any) -> Row:
-    """The row in values that JSON can represent."""
+    """Convert a row to JSON-serializable values."""
     if not isinstance(row, Mapping):
         raise ValueError(f"not an object with named fields, but {short(row)}")
     found = {str(key): plain(value) for key, value in row.items()}
     try:
         json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair, which no text may have") from None
+        raise ValueError("a lone surrogate, which is not valid text") from None
     return found
 
 
 def read_file(source: str, path: Path) -> Rows:
-    """The rows of a file. The end of its name determines the format."""
+    """Read the rows of a file. The file name's suffix determines the format."""
     found = Rows(source)
     try:
         if path.name.endswith(".parquet"):
@@ -73,7 +73,7 @@ def read_file(source: str, path: Path) -> Rows:
             raise DataError(f"data {source}: the name of a file must end in {ENDINGS}")
     except DataError:
         raise
-    except Exception as error:  # pyarrow has exceptions of its own
+    except Exception as error:  # pyarrow defines its own exceptions
         raise DataError(f"data {source} cannot be read: {type(error).__name__}: {error}") from None
     return found
 
@@ -86,14 +86,14 @@ def _read_line(found: Rows, number: int, line: bytes) -> None:
         found.add(number, json.loads(text, object_pairs_hook=_object))
     except UnicodeDecodeError:
         found.unreadable.append((number, "not UTF-8"))
-    except json.JSONDecodeError as error:  # its own text says "line 1", because the line is parsed alone
+    except json.JSONDecodeError as error:  # str(error) would say "line 1", because each line is parsed separately
         found.unreadable.append((number, f"not JSON: {error.msg} at column {error.colno}"))
     except (ValueError, RecursionError) as error:
         found.unreadable.append((number, f"not JSON: {error}"))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:
-    """A JSON object. Refuses a key that occurs twice: Python would silently keep the last value."""
+    """Build a row from a JSON object. Reject duplicate keys: Python would silently keep the last value."""
     row = dict(pairs)
     if len(row) < len(pairs):
         raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} occurs twice")
@@ -105,14 +105,16 @@ def _twice(names: Sequence[str]) -> str:
 
 
 def _read_json(found: Rows, path: Path) -> None:
-    """Read a list of objects, or an object with one such list."""
+    """Read a list of objects, or an object that contains one such list."""
     try:
         whole = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"data {found.source} is not JSON: {error}; for one object per line name it .jsonl") from None
+        raise DataError(
+            f"data {found.source} is not JSON: {error}; if each line is an object, rename the file to .jsonl"
+        ) from None
     lists = [whole] if isinstance(whole, list) else [v for v in getattr(whole, "values", list)() if isinstance(v, list)]
     if len(lists) != 1:
-        raise DataError(f"data {found.source}: expected a list of objects, or an object with one such list")
+        raise DataError(f"data {found.source}: expected a list of objects, or an object that contains one such list")
     for number, row in enumerate(lists[0], 1):
         found.add(number, row)
 
@@ -132,7 +134,7 @@ def _read_csv(found: Rows, lines: TextIO) -> None:
 
 
 def module(name: str, source: str) -> Any:
-    """Import a package that is needed for reading, or raise an error that says how to install it."""
+    """Import a package for reading data, or raise an error that says how to install the package."""
     try:
         return import_module(name)
     except ImportError:
@@ -141,7 +143,7 @@ def module(name: str, source: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value in a form that JSON can represent; other values become text."""
+    """Convert a value to JSON-serializable values; convert other types to text."""
     if isinstance(value, Mapping):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -152,19 +154,19 @@ def plain(value: Any) -> Any:
 
 
 def some(numbers: list[int]) -> str:
-    """The first five line numbers, for a message."""
+    """List the first five line numbers, for a message."""
     shown = ", ".join(map(str, numbers[:5]))
     return f"line{'s' if len(numbers) > 1 else ''} {shown}{', …' if len(numbers) > 5 else ''}"
 
 
 def share(key: str) -> float:
-    """A number from 0 to 1 by a hash of the key: a row stays in its split when other rows are added."""
+    """Hash a key to a number from 0 to 1, so that a row stays in its split when other rows are added."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def fingerprint(problems: Mapping[str, Sequence[Problem]]) -> str:
-    """A hash of the problems of both splits."""
+    """Hash the problems of both splits."""
     digest = hashlib.blake2b(digest_size=16)
     for split in ("train", "test"):
         for problem in problems[split]:

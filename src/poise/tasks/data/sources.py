@@ -1,4 +1,4 @@
-"""The sources of data sets: files, folders, sets on the hub with configuration and splits, objects in memory."""
+"""The sources of data: files, folders, data sets on the hub with configurations and splits, and objects in memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from poise._lib.files import expand
 from poise.tasks.data.rows import ENDINGS, SUFFIXES, DataError, Row, Rows, module, read_file
 
 TRAIN = "train"
-HELD_OUT = ("test", "validation")  # splits that are held out, looked for in this order
-OFF = "off"  # instead of a split's name: hold out a share of the training split
+HELD_OUT = ("test", "validation")  # names of held-out splits, tried in this order
+OFF = "off"  # a value of ``test_split``: hold out a share of the training split
 IN_MEMORY = "in memory"
 LONGEST_REASON = 500  # characters of an error of datasets
 
 
 @dataclass(frozen=True)
 class Source:
-    """One data set. ``name`` is a path, a hub id, the rows themselves, or ``python:name`` for a Python object.
+    """One data set. ``name`` is a path, a hub id, a table in memory, or ``python:name`` for a Python object.
 
-    ``weight`` is its share of a mixture.
+    ``weight`` is the relative weight of the data set in a mixture.
     """
 
     name: Any
@@ -51,14 +51,14 @@ class Source:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the data are Python objects."""
+        """Whether the data is a Python object."""
         return live.is_name(self.name) or not isinstance(self.name, str | PathLike)
 
 
 def sources_of(data: Any, questions: Iterable[str], **defaults: Any) -> list[Source]:
-    """The data sets of a setting: a name, a group of settings with a name, a list of either, or rows in memory.
+    """Return the data sets of a setting: a name, a group of settings with a name, a list of these, or rows in memory.
 
-    A list of groups is a list of rows if its first group has one of the columns ``questions`` or has no name.
+    If the first group in a list has one of the columns ``questions`` or has no name, the list is a list of rows.
     """
     several = isinstance(data, list | tuple) and bool(data) and _is_named(data[0], questions)
     return [_source(each, defaults) for each in (data if several else [data])]
@@ -80,7 +80,7 @@ def _source(value: Any, defaults: Mapping[str, Any]) -> Source:
 
 
 class Tables:
-    """The tables of a data set: a single one, or one for each split."""
+    """The tables of a data set: a single table, or one table per split."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -92,20 +92,20 @@ class Tables:
         self.streamed = source.streaming or endless
 
     def training(self) -> str:
-        """The split to train on."""
+        """Return the name of the training split."""
         return self.source.split or TRAIN
 
     def held_out(self) -> str | None:
-        """The held-out split; None if the data set has none or the user wants none."""
+        """Return the name of the held-out split; None if there is none or ``test_split`` is ``off``."""
         named = self.source.test_split
         if named not in (None, OFF) and self.splits is None:
-            raise DataError(f"data {self.source} has no splits: leave test_split out, or name task.test_file=FILE")
+            raise DataError(f"data {self.source} has no splits: remove test_split, or set task.test_file=FILE")
         if named is not None:
             return None if named == OFF else named
         return next((name for name in HELD_OUT if name in (self.splits or ()) and name != self.training()), None)
 
     def only_held_out(self) -> str:
-        """The split to use if the whole data set is held out."""
+        """Return the split to use if the whole data set is held out."""
         named, splits = self.source.split or self.source.test_split, list(self.splits or ())
         if named or not splits:
             return named or TRAIN
@@ -113,11 +113,11 @@ class Tables:
             return found
         if len(splits) > 1:
             listed = ", ".join(splits)
-            raise DataError(f"data {self.source} has the splits {listed}: choose one, task.test_split=NAME")
+            raise DataError(f"data {self.source} has the splits {listed}: choose one with task.test_split=NAME")
         return splits[0]
 
     def table(self, split: str, setting: str = "split") -> Any:
-        """The rows of a split, in the data set's own form."""
+        """Return the table of a split, without converting it."""
         if self.splits is None:
             return self._table
         if split in self.splits:
@@ -127,11 +127,11 @@ class Tables:
         names = ", ".join(self.splits)
         columns = "; if these are columns, pass datasets.Dataset.from_dict(data)" if type(self.splits) is dict else ""
         raise DataError(
-            f"data {self.source} has no split {split!r}, but {names}; choose one: task.{setting}=NAME{columns}"
+            f"data {self.source} has no split {split!r}, but {names}; choose one with task.{setting}=NAME{columns}"
         )
 
     def rows(self, split: str, setting: str = "split", most: int | None = None) -> Rows:
-        """The rows of a split, or only the first ``most``."""
+        """Return the rows of a split, or only the first ``most`` rows."""
         table = self.table(split, setting)
         if isinstance(table, Rows):
             return table
@@ -142,7 +142,7 @@ class Tables:
 
 
 def each_row(table: Any) -> Iterable[Row]:
-    """The rows of a table of ``datasets``, of pandas, of a list, or of anything with a length and an index."""
+    """Return the rows of a ``datasets`` table, a pandas table, a list, or any object with ``len()`` and indexing."""
     if hasattr(table, "to_dict") and hasattr(table, "columns"):
         rows: list[Row] = table.to_dict("records")
         return rows
@@ -150,9 +150,9 @@ def each_row(table: Any) -> Iterable[Row]:
 
 
 def read_all(name: str) -> list[tuple[int, Row]]:
-    """The rows of a file or of a set's training split. Raises if a row cannot be read or there are no rows.
+    """Read the rows of a file, or of a data set's training split, with their row numbers.
 
-    Each row comes with the number that messages show for it.
+    Raise an error if a row cannot be read or there are no rows.
     """
     tables = Tables(Source(name))
     found = tables.rows(tables.training())
@@ -166,7 +166,7 @@ def read_all(name: str) -> list[tuple[int, Row]]:
 
 
 def _load(source: Source, split: str | None = None) -> Any:
-    """The table of a source, or its tables by the names of their splits."""
+    """Load a source: a table, or a dict of tables by split."""
     if source.in_memory:
         return _in_memory(source)
     name = str(source.name)
@@ -182,11 +182,11 @@ def _load(source: Source, split: str | None = None) -> Any:
         )
     if path.is_dir() or _may_be_hub_id(name, path):
         config = [] if source.config is None else [source.config]
-        # Streaming reads a folder's files themselves; otherwise datasets would use a cached copy of their old content.
+        # With streaming, datasets reads a folder's files; otherwise it would use a cached copy of their old content.
         options: dict[str, Any] = {"streaming": True} if source.streaming or path.is_dir() else {}
         options |= {} if split is None else {"split": split}
         return _loaded(source, "load_dataset", str(path) if path.is_dir() else name, *config, **options)
-    raise DataError(f"data {name}: there is no such file or folder; files that can be read end in {ENDINGS}")
+    raise DataError(f"data {name}: there is no such file or folder; poise reads files that end in {ENDINGS}")
 
 
 def _in_memory(source: Source) -> Any:
@@ -194,7 +194,7 @@ def _in_memory(source: Source) -> Any:
     found = live.resolve(source.name)
     for table in found.values() if isinstance(found, Mapping) else [found]:
         if isinstance(table, str | bytes) or not (hasattr(table, "__getitem__") or hasattr(table, "__iter__")):
-            raise DataError(f"data must be a file, a hub id, a table of datasets or a list of rows, got {short(table)}")
+            raise DataError(f"data must be a file, a hub id, a datasets.Dataset or a list of rows, got {short(table)}")
         if not hasattr(table, "__len__") and iter(table) is table:
             raise DataError(f"data {short(table)} can be read only once: pass a list of its rows")
     return found
@@ -203,7 +203,9 @@ def _in_memory(source: Source) -> Any:
 def _refuse_hub_settings(source: Source) -> None:
     for key in ("config", "streaming"):
         if getattr(source, key):
-            raise DataError(f"data {source}: {key} is only for sets on the hub and folders with a set's README.md")
+            raise DataError(
+                f"data {source}: {key} is only for data sets on the hub and folders with a data set's README.md"
+            )
 
 
 def _on_hub(source: Source) -> bool:
@@ -217,14 +219,14 @@ def _may_be_hub_id(name: str, path: Path) -> bool:
 
 
 def _loaded(source: Source, function: str, *arguments: Any, **options: Any) -> Any:
-    """What a function of ``datasets`` returns, or an error that says what to do."""
+    """Call a function of ``datasets``. If it fails, raise an error that says what to do."""
     datasets = module("datasets", str(source.name))
     try:
         return getattr(datasets, function)(*arguments, **options)
-    except Exception as error:  # the hub and datasets raise many types
+    except Exception as error:  # the hub and datasets raise exceptions of many types
         why = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
         if "Config name is missing" in why or "BuilderConfig" in why:
-            hint = "; choose one: data.config=NAME"
+            hint = "; choose one with data.config=NAME"
         else:
-            hint = "; it was looked for on the hub: is there a network, and is the name right?" * _on_hub(source)
+            hint = "; poise looked on the hub: check the network and the name" * _on_hub(source)
         raise DataError(f"data {source} cannot be loaded ({why}){hint}") from None

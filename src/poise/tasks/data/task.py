@@ -1,4 +1,4 @@
-"""A dataset as a task: questions from its columns, scores from reward functions with TRL's signature."""
+"""A data set as a task: questions come from columns, scores from reward functions with TRL's signature."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from poise.tasks.streams import check_split
 
 
 class Dialogue(SingleTurn):
-    """An episode of one turn, which starts with the messages of a row. ``Data.score_all`` scores whole batches."""
+    """A single-turn episode that starts with the messages of a row. ``Data.score_all`` scores whole batches."""
 
-    parts: Mapping[str, float] = MappingProxyType({})  # the value of each reward
+    parts: Mapping[str, float] = MappingProxyType({})  # the values of the rewards, by name
 
     def start(self) -> list[Message]:
-        """The row's messages."""
+        """Return the row's messages."""
         return list(self.problem.data["messages"])
 
     def feedback(self) -> str:
-        """What is wrong with the reply. Call it after ``Data.score_all``."""
+        """Return what is wrong with the reply. Call this after ``Data.score_all``."""
         feedback: str = self.task.rewards.feedback(self.reply, self.parts)  # type: ignore[attr-defined]
         return feedback
 
 
 @dataclass
 class Data:
-    """Your own questions from a file, and a reward function that scores the answers.
+    """Your questions from a file, and reward functions that score the answers.
 
     ``file`` is a file (jsonl, json, csv or parquet), a folder that ``datasets`` saved, or a hub id; in Python also a
     ``datasets.Dataset``, a list of dicts, or any object with ``len()`` and indexing. A list of data sets, each with a
     ``name`` and optionally a ``weight``, is a mixture. ``config`` and ``split`` choose the training data.
     ``test_split`` chooses the held-out split: by default ``test`` or ``validation``, if the data set has one; with
-    ``off``, no test split is used. ``streaming`` reads a large set during training, and shuffles it in blocks of
-    ``buffer`` rows. ``test_file`` is a data set of held-out problems. Without it and without a test split, the share
-    ``held_out`` of the training data is held out, chosen by a hash of the question.
+    ``off``, no test split is used. With ``streaming``, poise reads a large data set during training and shuffles it in
+    blocks of ``buffer`` rows. ``test_file`` is a data set of held-out problems. Without it and without a test split,
+    the share ``held_out`` of the training data is held out, chosen by a hash of the question.
 
     ``reward`` is the name of a built-in reward, ``file.py:name``, a dotted path, or a list of these, with
-    ``reward_weights`` (default: 1 each). A call that hangs is cut off after ``reward_timeout`` seconds; with
-    ``reward_quick`` rewards run in the trainer's own process, where nothing can cut them off. ``question`` and
+    ``reward_weights`` (default: 1 each). A call of a reward that hangs is cut off after ``reward_timeout`` seconds.
+    With ``reward_quick``, rewards run in the trainer's process, where no call can be cut off. ``question`` and
     ``answer`` name a column, or several, of which poise uses the first that a data set has; without them, poise looks
-    for common names. The reward gets all columns. ``difficulty`` is a column: accuracy is shown for each of its
-    values. ``system`` is a system message before the question. ``template`` is the user's message, in which
-    ``{question}``, or any other column in braces, is replaced by the column's value.
+    for common names. Rewards get all columns. ``difficulty`` names a column; poise reports accuracy for each value of
+    this column. ``system`` is a system message before the question. ``template`` is the user's message; in it, poise
+    replaces ``{question}``, or any other column in braces, with the column's value.
     """
 
     file: Any
@@ -85,23 +85,23 @@ class Data:
             self.reward_weights = [self.reward_weights]
         # The rewards determine which columns the data must have.
         self.rewards = Rewards(self.reward, self.reward_weights, self.reward_timeout, self.reward_quick)
-        self.notes: list[str] = []  # what a user should know about the data
+        self.notes: list[str] = []  # notes about the data for the user
         self._load()
 
     @property
     def source(self) -> str:
-        """The name of the data in messages."""
+        """The name of the data set in messages."""
         return " and ".join(map(str, self._sources()))
 
     # Problems
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """All problems of a split, epoch after epoch."""
+        """Yield all problems of a split, epoch after epoch."""
         for number in count() if self.epoch(split, seed, 0) else ():
             yield from self.epoch(split, seed, number)
 
     def epoch(self, split: Split, seed: int, number: int) -> Sequence[Problem]:
-        """The problems of a split in the order of an epoch."""
+        """Return the problems of a split, in the order of an epoch."""
         check_split(split)
         if split == "train":
             return self._train.epoch(seed, number)
@@ -109,7 +109,7 @@ class Data:
         return [self._test.at(seed, place) for place in range(number * size, (number + 1) * size)]
 
     def leave_out(self, unfit: Callable[[Problem], bool], why: str, remedy: str = "") -> None:
-        """Leave out problems that do not fit the model, and note it. ``remedy`` is the advice if none is left."""
+        """Remove problems that do not fit the model, and add a note. ``remedy`` is the advice if no problem is left."""
         parts = [*zip(self._train.names, ["train"] * len(self._train.parts), self._train.parts, strict=True)]
         for name, split, part in [*parts, (self.source, "test", self._test)]:
             out = part.leave_out(unfit)
@@ -122,7 +122,7 @@ class Data:
         self._train.changed()
 
     def sizes(self) -> str:
-        """The number of problems, as text for the user."""
+        """Describe the number of problems, for the user."""
         train = sum(len(part.problems) for part in self._train.parts if isinstance(part, Table))
         parts = zip(self._train.names, self._train.parts, strict=True)
         streamed = [name for name, part in parts if isinstance(part, Stream)]
@@ -133,11 +133,11 @@ class Data:
     # Scores
 
     def episode(self, problem: Problem) -> Dialogue:
-        """An episode of one turn."""
+        """Create a single-turn episode."""
         return Dialogue(self, problem)  # type: ignore[arg-type]
 
     def score_all(self, attempts: Sequence[Attempt]) -> list[Score]:
-        """The scores by the rewards, all in one call."""
+        """Score all attempts with one call of each reward."""
         rows = [attempt.problem.data["row"] for attempt in attempts]
         names = {name: None for row in rows for name in row}
         verdicts = self.rewards.score(
@@ -165,7 +165,7 @@ class Data:
         return [*named, *QUESTION_COLUMNS]
 
     def _load(self) -> None:
-        """Read the problems to train on and the held-out problems."""
+        """Read the training problems and the held-out problems."""
         sources = self._sources()
         reader = Reader(self, mixed=len(sources) > 1)
         sets = [self._open(source, reader) for source in sources]
@@ -188,7 +188,7 @@ class Data:
         return self.buffer if tables.streamed else None
 
     def _hold_out(self, sets: Sequence[_Set], reader: Reader) -> tuple[list[Problem], str]:
-        """The held-out problems of all data sets, and where they come from."""
+        """Return the held-out problems of all data sets, and a description of their origin."""
         if self.test_file is not None:
             found = sources_of(self.test_file, self._question_columns(), test_split=self.test_split)
             opened = [Tables(source) for source in found]
@@ -213,9 +213,9 @@ class Data:
 
 @dataclass
 class _Set:
-    """One data set: its problems (of a streamed set, only the first block's), and the function that makes a problem.
+    """One data set: its problems (for a streamed set, only the first block), and the function that converts a row.
 
-    A hash holds out the share ``share`` of its questions.
+    The share ``share`` of the questions is held out, chosen by a hash.
     """
 
     tables: Tables
@@ -225,7 +225,7 @@ class _Set:
     known: set[str] = field(default_factory=set)  # the keys of all held-out problems
 
     def chosen(self) -> list[Problem]:
-        """The held-out problems that the hash chooses."""
+        """Return the held-out problems that the hash chooses."""
         found = [problem for problem in self.problems if self._chosen(problem)]
         if self.tables.streamed and self.share and not found:
             raise DataError(
@@ -235,7 +235,7 @@ class _Set:
         return found
 
     def reserve(self, known: set[str], notes: list[str]) -> None:
-        """Remove the held-out problems of all data sets from this set's training problems."""
+        """Remove every data set's held-out problems from this data set's training problems."""
         self.known = known
         both = [problem for problem in self.problems if question_key(problem) in known and not self._chosen(problem)]
         if both:
@@ -244,14 +244,14 @@ class _Set:
         self.problems = [problem for problem in self.problems if not self._reserved(problem)]
 
     def part(self, name: str, buffer: int) -> Table | Stream:
-        """The problems to train on. ``name`` is part of the seed of their order."""
+        """Return the training problems. ``name`` is part of the seed of their order."""
         if not self.tables.streamed:
             return Table(self.problems, name)
         table = self.tables.table(self.tables.training())
         return Stream(name, lambda: each_row(table), self._trained_on, buffer)
 
     def _trained_on(self, number: int, row: Any) -> Problem | None:
-        """The problem of a streamed row, if it can be trained on."""
+        """Convert a streamed row to a problem; None if the row is unusable or held out."""
         try:
             problem = self.make(number, plain_row(row))
         except ValueError:
@@ -267,7 +267,7 @@ class _Set:
 
 @dataclass
 class Math(Data):
-    """Mathematics from a file: GSM8K, MATH, DeepScaleR, AIME and any file with such columns, scored by ``math``."""
+    """Mathematics from a file (GSM8K, MATH, DeepScaleR, AIME or any file with such columns), scored by ``math``."""
 
     reward: Any = "math"
     template: str = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
@@ -276,12 +276,12 @@ class Math(Data):
 
 
 def task_of(data: Any, *, test: Any = None, name: str = "data", **settings: Any) -> Data:
-    """The task of a data set in memory: a table of ``datasets``, or rows.
+    """Build the task of a data set in memory: a ``datasets.Dataset`` or a list of rows.
 
     >>> task = task_of(dataset, reward=my_reward, question="problem", held_out=0.2)
 
-    ``data`` may also be a file, a hub id, or a list of data sets, as ``Data.file`` says. ``test`` is held out, ``name``
-    is ``data`` or ``math``, and ``settings`` are the task's.
+    ``data`` may also be a file, a hub id or a list of data sets; see ``Data.file``. ``test`` is the held-out data set,
+    ``name`` is ``data`` or ``math``, and ``settings`` are the task's settings.
     """
     kinds = {kind.name: kind for kind in (Data, Math)}
     check_choice("task_of", "name", name, kinds)

@@ -1,11 +1,12 @@
-"""Puzzles with exactly one solution: draw them, or read them from files of the public set; put them into words.
+"""Puzzles with exactly one solution: draw puzzles, read puzzles from files of the public set, and put puzzles into
+words.
 
-Statements are drawn for all people together, and discarded unless exactly one assignment fits them. A claim has one of
-six forms with equal probability, as in the public set: plain, ``not``, ``and``, ``or``, ``->``, ``<=>``. The
+Statements are drawn for all people together, and discarded unless exactly one assignment satisfies all of them. A claim
+has one of six forms with equal probability, as in the public set: plain, ``not``, ``and``, ``or``, ``->``, ``<=>``. The
 connectives join claims drawn without replacement from "NAME is a knight" for everyone and "NAME is a knave" for
 everyone but the speaker (nobody can say "I am a knave"). So people sometimes talk about themselves, and some claims are
-always true or always false. With ``depth`` > 1, which the public set lacks, each part is itself one of the five
-compound forms half of the time.
+always true or always false. If ``depth`` > 1, which the public set does not have, each operand has one of the five
+compound forms with probability 1/2.
 """
 
 from __future__ import annotations
@@ -88,19 +89,19 @@ ROLE = re.compile(r"\b(?ai:knight|knave)\b")  # a: without it, i would match "kn
 
 
 def role(knight: bool) -> str:
-    """The word for a role."""
+    """Return the word for a role."""
     return "knight" if knight else "knave"
 
 
 def listing(words: Sequence[str]) -> str:
-    """``A``, ``A and B``, or ``A, B, and C``."""
+    """Join words: ``A``, ``A and B``, or ``A, B, and C``."""
     if len(words) <= 2:
         return " and ".join(words)
     return ", ".join(words[:-1]) + ", and " + words[-1]
 
 
 def say(statement: Statement, names: Sequence[str]) -> str:
-    """A statement in words, for the middle of a sentence. Brackets keep nested statements unambiguous."""
+    """Put a statement into words, for the middle of a sentence. Parentheses make nested statements unambiguous."""
     form = statement[0]
     if form in LEAVES:
         return f"{names[statement[1]]} is a {role(form == 'telling-truth')}"
@@ -121,7 +122,7 @@ def _part(statement: Statement, names: Sequence[str]) -> str:
 
 
 def quiz(names: Sequence[str], statements: Sequence[Statement], phrasing: str, rng: Random) -> str:
-    """The text of a puzzle. ``varied`` draws its phrases from ``rng``; ``plain`` is short and always the same."""
+    """Return the text of a puzzle. ``varied`` draws phrases with ``rng``; ``plain`` is short and always the same."""
     claims = [say(statement, names) for statement in statements]
     if phrasing == "plain":
         spoken = [f"{name} says: {claim}." for name, claim in zip(names, claims, strict=True)]
@@ -137,7 +138,7 @@ def quiz(names: Sequence[str], statements: Sequence[Statement], phrasing: str, r
 
 @dataclass(frozen=True)
 class Puzzle:
-    """People, what each of them says, and who they are."""
+    """A puzzle: people, each person's statement, and each person's role."""
 
     names: tuple[str, ...]
     statements: tuple[Statement, ...]  # one per person, in the order of names
@@ -151,7 +152,7 @@ class Puzzle:
         object.__setattr__(self, "solution", tuple(self.solution))
         people = len(self.statements)
         if len(self.names) != people or len(self.solution) != people:
-            fault = f"there must be as many of each, statements ({people}), names and roles in the solution"
+            fault = f"the numbers of statements ({people}), names and roles in the solution must be equal"
         elif not all(isinstance(name, str) and name.strip() for name in self.names):
             fault = "names must be non-empty text"
         elif len({name.casefold() for name in self.names}) != people:
@@ -172,7 +173,7 @@ class Puzzle:
         return len(self.names)
 
     def problem(self, instruction: str = "") -> Problem:
-        """This puzzle as a problem: the prompt is the instruction and the quiz."""
+        """Convert this puzzle to a problem, whose prompt is the instruction and the quiz."""
         data: dict[str, Any] = {
             "names": list(self.names),
             "statements": _as_lists(self.statements),
@@ -184,13 +185,13 @@ class Puzzle:
 
     @classmethod
     def of(cls, problem: Problem) -> Puzzle:
-        """The puzzle from which a problem was made."""
+        """Convert a problem back to its puzzle."""
         data = problem.data
         return cls(tuple(data["names"]), tuple(data["statements"]), tuple(data["solution"]), data["quiz"], problem.id)
 
 
 def answer_text(names: tuple[str, ...], knights: tuple[bool, ...] | list[bool]) -> str:
-    """``(1) Ada is a knight (2) …``."""
+    """Format an answer: ``(1) Ada is a knight (2) …``."""
     roles = zip(names, knights, strict=True)
     return " ".join(f"({i}) {name} is a {role(knight)}" for i, (name, knight) in enumerate(roles, 1))
 
@@ -205,22 +206,24 @@ def _as_lists(value: Any) -> Any:
 def generate(
     people: int, seed: int, *, depth: int = 1, names: Sequence[str] = NAMES, phrasing: str = "varied"
 ) -> Puzzle:
-    """Generate the puzzle of these settings. The same settings always give the same puzzle.
+    """Generate the puzzle for these settings. The same settings always generate the same puzzle.
 
-    The statements depend on ``people``, ``seed`` and ``depth`` alone; ``names`` (the pool to draw from) and
-    ``phrasing`` (``varied`` or ``plain``) change only the words.
+    The statements depend only on ``people``, ``seed`` and ``depth``. ``names`` (the pool to draw from) and ``phrasing``
+    (``varied`` or ``plain``) change only the words.
     """
     check_settings(people, depth, names, phrasing)
     return draw(people, seed, depth).puzzle(names, phrasing)
 
 
 def check_settings(people: int, depth: int, names: Sequence[str], phrasing: str) -> None:
-    """Raise unless ``generate`` can work with these settings."""
+    """Raise an error unless ``generate`` accepts these settings."""
     check_whole("knights and knaves", "people", people, MIN_PEOPLE, MAX_PEOPLE)
     check_whole("knights and knaves", "depth", depth, 1, MAX_DEPTH)
     check_choice("knights and knaves", "phrasing", phrasing, PHRASINGS)
     if isinstance(names, str) or len(names) < people:
-        raise ValueError(f"knights and knaves: {people} people need as many names to draw from, got {names!r}")
+        raise ValueError(
+            f"knights and knaves: {people} people need at least {people} names to draw from, got {names!r}"
+        )
     if names is not NAMES and len({name.casefold() for name in names}) != len(names):
         raise ValueError(f"knights and knaves: names must differ, got {', '.join(names)}")
 
@@ -235,11 +238,11 @@ class Draft(NamedTuple):
 
     @property
     def meaning(self) -> str:
-        """A text that is equal for two drafts exactly if they mean the same."""
+        """A text that is equal for two drafts if and only if the drafts have the same meaning."""
         return canonical(self.statements)
 
     def puzzle(self, names: Sequence[str], phrasing: str) -> Puzzle:
-        """The puzzle in words, about people with some of these names."""
+        """Put the draft into words, about people with names drawn from ``names``."""
         people = len(self.statements)
         rng = Random(f"wording {people} {self.depth} {self.seed}")
         chosen = tuple(rng.sample(list(names), people))
@@ -248,7 +251,7 @@ class Draft(NamedTuple):
 
 
 def draw(people: int, seed: int, depth: int = 1) -> Draft:
-    """Statements with exactly one solution, and that solution."""
+    """Draw statements with exactly one solution."""
     rng = Random(f"knights-knaves {people} {depth} {seed}")
     # For every speaker, the plain claims about one person.
     plain = [
@@ -266,7 +269,7 @@ def _claim(speaker: int, plain: list[Statement], depth: int, rng: Random) -> Sta
     form = rng.choice(_FORMS)
     if form == "plain":
         return rng.choice(plain)
-    if form == "not" and depth == 1:  # "I am not a knave" is left out, as in the public set
+    if form == "not" and depth == 1:  # never "I am not a knave", as in the public set
         return (form, rng.choice([leaf for leaf in plain if leaf[1] != speaker]))
     return _compound(form, plain, depth, rng)
 
@@ -284,7 +287,8 @@ def _compound(form: str, plain: list[Statement], depth: int, rng: Random) -> Sta
 
 
 def read(path: str | PathLike[str]) -> list[Puzzle]:
-    """The puzzles of a file (``.jsonl``, ``.parquet``, …), in file order. Each must have one solution, the file's."""
+    """Read the puzzles of a file (``.jsonl``, ``.parquet``, …). The file's solution must be a puzzle's only
+    solution."""
     return [_puzzle(row, Path(path), number) for number, row in read_all(str(path))]
 
 

@@ -3,9 +3,9 @@
 A statement is a nested tuple, as in the public set: ``("telling-truth", i)``, ``("lying", i)``, ``("not", s)`` and
 ``("and" | "or" | "->" | "<=>", s, s)``. A puzzle has one statement per person, in speaking order.
 
-Everything here works on truth tables. With n people there are 2ⁿ assignments; bit i of the number a says whether person
-i is a knight in assignment a. A truth table is one Python integer: bit a is the truth value in assignment a. A
-connective is then one integer operation, whatever n is.
+All functions work on truth tables. With n people there are 2ⁿ assignments; bit i of the number a is 1 if person i is a
+knight in assignment a. A truth table is one Python integer: bit a is the truth value in assignment a. A connective is
+then one integer operation, whatever n is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_PEOPLE = 16
 
 @cache
 def variables(people: int) -> tuple[int, ...]:
-    """The truth table of "person i is a knight" for every i."""
+    """Return the truth table of "person i is a knight" for every i."""
     if not 1 <= people <= MAX_PEOPLE:
         raise ValueError(f"knights and knaves: between 1 and {MAX_PEOPLE} people, got {people}")
     everything = (1 << (1 << people)) - 1
@@ -40,7 +40,7 @@ def variables(people: int) -> tuple[int, ...]:
 
 
 def truth_table(statement: Statement, people: int) -> int:
-    """The truth table of a statement among ``people`` people."""
+    """Return the truth table of a statement in a puzzle with ``people`` people."""
     return _table(statement, variables(people), (1 << (1 << people)) - 1)
 
 
@@ -64,7 +64,7 @@ def _table(statement: Statement, people: tuple[int, ...], everything: int) -> in
 
 
 def consistent(tables: Sequence[int]) -> int:
-    """The assignments in which each statement, given by its truth table, is true exactly if its speaker is a knight."""
+    """Return the assignments, as bits, in which each statement is true if and only if its speaker is a knight."""
     fits = (1 << (1 << len(tables))) - 1
     for knight, table in zip(variables(len(tables)), tables, strict=True):
         fits &= ~(knight ^ table)
@@ -72,12 +72,12 @@ def consistent(tables: Sequence[int]) -> int:
 
 
 def assignment(number: int, people: int) -> list[bool]:
-    """The roles in assignment ``number``, knight = True, in speaking order."""
+    """Return the roles in assignment ``number``, knight = True, in speaking order."""
     return [bool(number >> i & 1) for i in range(people)]
 
 
 def solve(statements: Sequence[Statement]) -> list[list[bool]]:
-    """Every assignment that fits the statements: knight = True, in speaking order."""
+    """Return every assignment that satisfies the statements: knight = True, in speaking order."""
     statements = check(statements)
     people = len(statements)
     fits = consistent([truth_table(statement, people) for statement in statements])
@@ -96,7 +96,7 @@ def holds(statement: Statement, knights: Sequence[bool]) -> bool:
 
 
 def check(statements: Sequence[Any]) -> tuple[Statement, ...]:
-    """The statements as nested tuples (lists, as JSON has them, are accepted); raises on anything malformed."""
+    """Convert statements to nested tuples (JSON lists are accepted). Raise ``ValueError`` for a malformed statement."""
     if not isinstance(statements, list | tuple) or not 1 <= len(statements) <= MAX_PEOPLE:
         raise ValueError(f"statements: one per person, for 1 to {MAX_PEOPLE} people, got {short(statements)}")
     return tuple(_checked(statement, len(statements)) for statement in statements)
@@ -119,15 +119,15 @@ def _checked(statement: Any, people: int) -> Statement:
 
 
 def canonical(statements: Sequence[Statement]) -> str:
-    """A text that is equal for two puzzles exactly if they mean the same.
+    """Return a text that is equal for two puzzles if and only if the puzzles have the same meaning.
 
-    Two puzzles mean the same if renaming and reordering the people of one gives the other, with logically equivalent
-    statements. The text lists the statements' truth tables in an order of the people that a search finds; every step of
-    the search depends only on properties that renaming does not change.
+    Two puzzles have the same meaning if renaming and reordering the people of one puzzle yields the other, up to
+    logically equivalent statements. The text lists the statements' truth tables in a canonical order of the people. A
+    search finds this order; every step of the search depends only on properties that renaming does not change.
 
-    The search is graph canonisation. Colour the people by such properties, and refine the colours by the colours of the
-    people around them until nothing changes. If some people still have the same colour, try each of them as the first
-    and keep the smallest outcome. For people who can simply trade places, one try is enough.
+    The search is graph canonicalization. Colour the people by such properties, and refine each person's colour by the
+    colours of the other people until no colour changes. If several people still have the same colour, try each of them
+    as the first and keep the smallest result. For people who are interchangeable, one try is enough.
     """
     statements = check(statements)
     people = len(statements)
@@ -139,19 +139,19 @@ def canonical(statements: Sequence[Statement]) -> str:
 
 
 def split_of(statements: Sequence[Statement]) -> Split:
-    """The split of a puzzle. It depends only on the meaning; about a tenth of all meanings are for testing."""
+    """Assign a puzzle to a split by its meaning; about a tenth of all meanings belong to the test split."""
     return streams.split_of(canonical(statements))
 
 
 def _between(tables: list[int]) -> _Between:
-    """How i's statement depends on j, as numbers that renaming does not change."""
+    """Describe how i's statement depends on j, for all i and j, by numbers that renaming does not change."""
     knights = variables(len(tables))
     rows = []
     for i, table in enumerate(tables):
         own = table & knights[i]
         row = []
         for j, knight in enumerate(knights):
-            # In how many assignments the truth of the statement changes with j: 0 exactly if it does not depend on j.
+            # The number of assignments in which j changes the statement's truth: 0 if the statement ignores j.
             hangs = ((table ^ table >> (1 << j)) & (knight >> (1 << j))).bit_count()
             row.append((int(i == j), hangs, (table & knight).bit_count(), (own & knight).bit_count()))
         rows.append(row)
@@ -176,7 +176,7 @@ def _refine(colours: _Colours, between: _Between) -> _Colours:
 
 
 def _smallest(tables: list[int], between: _Between, colours: _Colours) -> list[int]:
-    """The smallest list of tables among the orders of the people that agree with the colours."""
+    """Return the smallest list of tables over all orders of the people that agree with the colours."""
     alike: dict[int, list[int]] = {}
     for person, colour in enumerate(colours):
         alike.setdefault(colour, []).append(person)
@@ -197,7 +197,7 @@ def _smallest(tables: list[int], between: _Between, colours: _Colours) -> list[i
 
 
 def _reorder(tables: list[int], order: list[int]) -> list[int]:
-    """The tables when person ``order[k]`` becomes person k."""
+    """Return the tables after person ``order[k]`` becomes person k."""
     where = list(range(len(tables)))  # where[k]: the original person who is now at k
     for k, person in enumerate(order):
         now = where.index(person)
@@ -208,7 +208,7 @@ def _reorder(tables: list[int], order: list[int]) -> list[int]:
 
 
 def _swap_people(tables: list[int], i: int, j: int) -> list[int]:
-    """The tables if i and j trade places, as speakers and in all statements."""
+    """Return the tables after swapping persons i and j, as speakers and in all statements."""
     i, j = min(i, j), max(i, j)
     knights = variables(len(tables))
     only_i, only_j = knights[i] & ~knights[j], knights[j] & ~knights[i]

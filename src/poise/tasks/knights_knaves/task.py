@@ -1,12 +1,13 @@
-"""Knights and Knaves as a task: its problems, the reward of a reply, and feedback on it.
+"""Knights and Knaves as a task: problems, the reward for a reply, and feedback on a reply.
 
-The reward is the sum of ±1 for the format and +2 (all right), −1.5 (wrong) or −2 (unreadable, or broken format) for the
-answer. The totals are 3, −0.5, −1 and −3. Format: each of the four tags occurs exactly once and in order; any other
-text is allowed. Answer: between the answer tags the words knight and knave occur as many times in total as there are
-people, and "NAME is a ROLE" occurs for everyone. The case of ASCII letters is ignored; other letters never match.
+The reward is the sum of ±1 for the format and +2 (right), −1.5 (wrong) or −2 (unreadable, or wrong format) for the
+answer. The possible totals are 3, −0.5, −1 and −3. The format is right if each of the four tags occurs exactly once and
+in order; any other text is allowed. The answer is readable if the total number of the words knight and knave between
+the answer tags equals the number of people, and "NAME is a ROLE" occurs for each person. The case of ASCII letters is
+ignored; other letters never match.
 
-The reply is untrusted. Tags are counted, not matched, and no regular expression here has a repetition, so the time is
-linear in the text. Feedback uses only the claims and the reply, not the solution.
+The reply is untrusted. Tags are counted, not matched, and no regular expression in this file has a repetition, so the
+time is linear in the length of the text. Feedback uses only the claims and the reply, not the solution.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from poise.tasks.rewards.answers import tag_fault
 from poise.tasks.streams import check_split, draw_of_split
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-MOST = 3  # the largest number of people that feedback names
+MOST = 3  # the maximum number of people that feedback names
 INSTRUCTION = (
     "Think first, then say who is what, in this form: "
     "<think>your reasoning</think><answer>(1) NAME is a knight (2) NAME is a knave ...</answer>"
@@ -47,12 +48,14 @@ _GENERATED = ("depth", "phrasing", "names")  # settings of puzzles that are gene
 
 @dataclass
 class KnightsKnaves:
-    """Knights & Knaves: endless logic puzzles, or the puzzles of a file, split into train and test by their meaning.
+    """Knights & Knaves: an endless stream of logic puzzles, or the puzzles in a file, split by meaning into train and
+    test.
 
-    ``people`` is a number, several numbers, or a range such as ``"3-7"``, which is the default; puzzles cycle through
-    the numbers. With ``file`` the puzzles come from a file in the public format (``.jsonl``, ``.jsonl.gz``,
-    ``.parquet``), all of them unless ``people`` selects some. ``depth`` is the nesting depth of statements,
-    ``instruction`` the text before a puzzle, ``phrasing`` varied or plain, and ``names`` are the names of the people.
+    ``people`` is the number of people per puzzle: a number, several numbers, or a range such as ``"3-7"`` (the
+    default); puzzles cycle through these numbers. With ``file``, the puzzles come from a file in the public format
+    (``.jsonl``, ``.jsonl.gz``, ``.parquet``); if ``people`` is set, poise uses only puzzles with these numbers of
+    people. ``depth`` is the nesting depth of statements, ``instruction`` the text before a puzzle. ``phrasing`` is
+    ``varied`` or ``plain``. ``names`` are the names to draw from.
     """
 
     people: int | str | Sequence[int] | None = None
@@ -76,7 +79,8 @@ class KnightsKnaves:
             check_settings(people, self.depth, self.names, self.phrasing)
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
-        """Problems of one split; no meaning is in both splits. A file's puzzles repeat, each time in another order."""
+        """Yield the problems of one split; no meaning is in both splits. A file's puzzles repeat, reordered in each
+        epoch."""
         check_split(split)
         if self.file is not None:
             for number in count() if self.of_file[split] else ():
@@ -116,15 +120,15 @@ class KnightsKnaves:
         return order
 
     def score(self, problem: Problem, text: str) -> Score:
-        """The reward described at the top of this file."""
+        """Score a reply with the reward described at the top of this file."""
         return score_reply(problem.data["names"], problem.data["solution"], text)
 
     def feedback(self, problem: Problem, text: str) -> str:
-        """What is wrong with a reply: tags, people left out, or claims that contradict the answer."""
+        """Return what is wrong with a reply: its tags, missing people, or claims that contradict the answer."""
         return feedback_on_reply(problem.data["names"], problem.data["statements"], text)
 
     def gold(self, problem: Problem) -> str:
-        """The right answer, in the form required between the answer tags."""
+        """Return the right answer, in the form required between the answer tags."""
         return answer_text(problem.data["names"], problem.data["solution"])
 
 
@@ -136,7 +140,7 @@ def _counts(people: int | str | Sequence[int]) -> tuple[int, ...]:
 
 
 def score_reply(names: Sequence[str], solution: Sequence[bool], text: str) -> Score:
-    """Score a response."""
+    """Score a response, with the reward described at the top of this file."""
     answer = answer_of(text)
     if answer is None:
         return _score(-1.0, -2.0)
@@ -152,7 +156,7 @@ def _score(form: float, answer: float, text: str | None = None) -> Score:
 
 
 def answer_of(text: str) -> str | None:
-    """The text between the answer tags; None if the format is broken."""
+    """Return the text between the answer tags; None if the format is wrong."""
     if any(text.count(tag) != 1 for tag in TAGS):
         return None
     places = [text.index(tag) for tag in TAGS]
@@ -162,7 +166,7 @@ def answer_of(text: str) -> str | None:
 
 
 def roles_of(answer: str, names: Sequence[str]) -> list[bool] | None:
-    """Everyone's role according to an answer, knight = True; None unless it gives each person exactly one."""
+    """Read each person's role from an answer, knight = True; None unless each person has exactly one role."""
     words = sum(1 for _ in islice(ROLE.finditer(answer), len(names) + 1))
     if words != len(names):
         return None
@@ -171,7 +175,7 @@ def roles_of(answer: str, names: Sequence[str]) -> list[bool] | None:
 
 
 def named_roles(answer: str, names: Sequence[str]) -> dict[int, bool]:
-    """The role that an answer gives each person, by the person's number, knight = True. The last claim counts."""
+    """Map each person's index to the role in an answer, knight = True. The last claim about a person counts."""
     # Longer names first, so that "Mary Ann is a knight" is not a claim about Ann.
     order = sorted(range(len(names)), key=lambda i: -len(names[i]))
     anyone = "|".join(f"({re.escape(names[i])})" for i in order)
@@ -186,7 +190,7 @@ def named_roles(answer: str, names: Sequence[str]) -> dict[int, bool]:
 
 
 def feedback_on_reply(names: Sequence[str], statements: Sequence[Statement], text: str) -> str:
-    """What is wrong with a response: tags, people left out, or claims that contradict the answer."""
+    """Return what is wrong with a response: its tags, missing people, or claims that contradict the answer."""
     answer = answer_of(text)
     if answer is None:
         return tag_fault(text, TAGS) or f"The tags must come in this order: {' '.join(TAGS)}."
