@@ -146,7 +146,7 @@ def test_a_hub_id_without_a_network_says_so(monkeypatch):
         raise ConnectionError(f"Couldn't reach '{name}' on the Hub (LocalEntryNotFoundError)\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", no_network)
-    with pytest.raises(DataError, match=r"data openai/gsm8k cannot be loaded \(ConnectionError.*is there a network"):
+    with pytest.raises(DataError, match=r"data openai/gsm8k cannot be loaded \(ConnectionError.*check the network"):
         Data("openai/gsm8k", reward="math")
     rows = datasets.Dataset.from_list(ROWS[:20])
     monkeypatch.setattr(datasets, "load_dataset", lambda _: datasets.DatasetDict({"main": rows}))

@@ -60,9 +60,15 @@ def test_a_configuration_and_its_test_split():
             {"config": "man"},
             r"gsm8k man cannot .*'man' not found.*'main', 'socratic'.*; choose one with data.config=",
         ),
-        ({"config": "main", "split": "trian"}, "main has no split 'trian', but test, train; choose one with task.split="),
-        ({"config": "main", "test_split": "tset"}, "has no split 'tset', but test, train; choose one with task.test_split"),
-        ({"file": "nobody/nothing"}, "data nobody/nothing cannot be loaded .*is there a network"),
+        (
+            {"config": "main", "split": "trian"},
+            "main has no split 'trian', but test, train; choose one with task.split=",
+        ),
+        (
+            {"config": "main", "test_split": "tset"},
+            "has no split 'tset', but test, train; choose one with task.test_split",
+        ),
+        ({"file": "nobody/nothing"}, "data nobody/nothing cannot be loaded .*check the network"),
         ({"config": "main", "test_file": GSM8K}, r"Config name is missing.*'main', 'socratic'"),
     ],
 )
@@ -122,7 +128,9 @@ def test_a_folder_with_the_readme_of_a_repository_is_one(tmp_path, monkeypatch):
 def test_settings_of_the_hub_are_refused_for_files(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"question": "Mine?", "answer": "1"}\n')
     for setting in ({"config": "main"}, {"streaming": True}):
-        with pytest.raises(DataError, match=r"is only for data sets on the hub and folders with a data set's README\.md"):
+        with pytest.raises(
+            DataError, match=r"is only for data sets on the hub and folders with a data set's README\.md"
+        ):
             Data(str(tmp_path / "mine.jsonl"), reward="number", **setting)
         with pytest.raises(DataError, match=r"in memory.*is only for data sets on the hub"):
             Data(rows(3), reward="number", **setting)
