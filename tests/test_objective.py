@@ -246,7 +246,7 @@ def test_a_phase_that_was_not_cut_with_its_batch_is_refused():
     batch = random_batch()
     phase = Phase.of(batch)
     for call in (active, loss_of):
-        with pytest.raises(ValueError, match="cut both with the same rows"):
+        with pytest.raises(ValueError, match="slice both with the same rows"):
             call(batch.rows([0]), phase, Settings())
 
 

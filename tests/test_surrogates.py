@@ -386,7 +386,7 @@ def test_a_survey_that_was_not_cut_with_its_batch_is_refused():
     batch, settings = batch_of(), Settings(surrogate="gspo")
     logp = current(batch)
     taken, part = survey(logp, batch, settings), batch.rows([0])
-    with pytest.raises(ValueError, match="cut both with the same rows"):
+    with pytest.raises(ValueError, match="slice both with the same rows"):
         policy_loss(logp[:1], part, Phase.of(part), settings, normalizer=1.0, survey=taken)
 
 

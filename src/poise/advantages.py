@@ -4,8 +4,8 @@
 and groups may differ in size. A group of one has no baseline: it is an error, except in ``reinforce_pp`` without
 groups.
 
-The mean is subtracted twice: where rewards are large and close together, the rounding error of the mean is as large as
-their spread, and the second subtraction removes it.
+The mean is subtracted twice: if rewards are large and close together, the rounding error of the mean is as large as the
+spread of the rewards, and the second subtraction removes this error.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def reinforce_pp(
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the setting ``advantage`` names: a function from rewards to advantages, with its settings.
+    """The function that the setting ``advantage`` names, with its settings. It maps rewards to advantages.
 
-    poise passes those of ``rewards`` (B,), ``groups`` (B,) and ``mask`` (B, T) that the function has as parameters; its
-    other parameters are settings. A function with ``groups`` needs at least two responses to each prompt.
+    poise passes ``rewards`` (B,), ``groups`` (B,) and ``mask`` (B, T) if the function has a parameter of that name; the
+    function's other parameters are settings. A function with ``groups`` needs at least two responses to each prompt.
     """
 
     text: str
@@ -78,7 +78,7 @@ class Estimate:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, rewards: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-        """Advantages (B,), or (B, T) with one per token."""
+        """Return advantages (B,), or (B, T) with one per token."""
         batch = {"rewards": rewards, "groups": groups, "mask": mask}
         asked = {name: value for name, value in batch.items() if name in signature(self.function).parameters}
         values = self.function(**asked, **self.settings)
@@ -110,11 +110,11 @@ TABLE: dict[str, Callable[..., Tensor]] = {  # the names of the setting ``advant
     "reinforce-pp-baseline": lambda rewards, groups: reinforce_pp(rewards, groups),
     "reinforce-pp-baseline-tokens": lambda rewards, groups, mask: reinforce_pp(rewards, groups, mask=mask),
 }
-LARGEST = 1e15  # absolute value of a reward: a sum of squared rewards must not overflow float32
+LARGEST = 1e15  # bound on the absolute value of a reward: a sum of squared rewards must not overflow float32
 
 
 def advantage(function: F) -> F:
-    """Allow settings to name a function of your own by its file or dotted path. ``Estimate`` lists its arguments.
+    """Mark your own function, so that settings can name it by file or dotted path. ``Estimate`` lists its arguments.
 
     >>> @poise.advantage
     ... def above_half(rewards, scale: float = 1.0):
@@ -126,9 +126,9 @@ def advantage(function: F) -> F:
 
 
 def get(text: str | Estimate | Callable[..., Tensor]) -> Estimate:
-    """The estimate of that name: a row of ``TABLE``, or a function of the user's own, ``file.py:name(setting=value)``.
+    """Return the estimate that ``text`` names: an entry of ``TABLE``, or a user's ``file.py:name(setting=value)``.
 
-    A function is wrapped; an ``Estimate`` is returned unchanged.
+    A function is wrapped in an ``Estimate``; an ``Estimate`` is returned unchanged.
     """
     if isinstance(text, Estimate):
         return text
@@ -160,7 +160,7 @@ def _prepare(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards in at least float32, the group index of each response, and the size of each group."""
     rewards = _finite(rewards)
     if groups.shape != rewards.shape:
-        raise ValueError(f"groups must be {tuple(rewards.shape)} as rewards are, got {tuple(groups.shape)}")
+        raise ValueError(f"groups must be {tuple(rewards.shape)} like rewards, got {tuple(groups.shape)}")
     names, index, count = groups.unique(return_inverse=True, return_counts=True)
     if (count < 2).any():
         alone = names[count < 2][0].item()

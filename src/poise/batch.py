@@ -1,4 +1,4 @@
-"""The data types that everything else is built on: a prompt, a rollout batch, and a phase of its update.
+"""poise's core data types: a prompt, a rollout batch, and a phase of its update.
 
 Shapes: B responses, T response tokens (padded), d hidden width, V vocabulary size.
 """
@@ -36,12 +36,12 @@ class Prompt:
     key: Hashable = None
 
     def then(self, tokens: Sequence[int]) -> Prompt:
-        """This prompt with ``tokens`` appended."""
+        """Return this prompt with ``tokens`` appended."""
         return Prompt((*self.tokens, *tokens), self.key)
 
 
 class Extent(NamedTuple):
-    """Facts about a row that the host knows, so that packing needs no transfer from the device."""
+    """Data about a row that is kept on the host, so that packing needs no transfer from the device."""
 
     prompt: Prompt
     length: int  # response tokens up to the model's last token, including the environment's
@@ -50,10 +50,10 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """A whole rollout batch with complete groups, before it is cut into mini- and micro-batches.
+    """A complete rollout batch with whole groups, before the split into mini- and micro-batches.
 
-    The constructor checks every field; ``rows`` slices without checking again. Values where ``mask`` is False may be
-    anything, NaN included. A batch is data: tensors are detached. Boolean fields accept 0/1 numbers too.
+    The constructor checks every field and detaches tensors; ``rows`` slices without new checks. Where ``mask`` is
+    False, values may be anything, including NaN. Boolean fields also accept 0 and 1.
     """
 
     # (B, T) log-probability of each sampled token under the old policy: the policy before this update
@@ -64,7 +64,7 @@ class TokenBatch:
     rewards: Tensor | None = None  # (B,)
     correct: Tensor | None = None  # (B,) bool: the verifier's verdict, never inferred from advantages
     ref_logp: Tensor | None = None  # (B, T) under the reference policy, for the KL term
-    sampler_logp: Tensor | None = None  # (B, T) as the sampling engine reported it, where that differs from old_logp
+    sampler_logp: Tensor | None = None  # (B, T) log-probability from the sampling engine, if it differs from old_logp
     entropy: Tensor | None = None  # (B, T) of the old policy
     # (B, T, d), or a function from row indices to (n, T, d); hidden[b, t] predicts targets[b, t]
     hidden: Tensor | LazyHidden | None = None
@@ -73,7 +73,7 @@ class TokenBatch:
     # (B, T) log-probability under the old policy after a min-p filter and renormalisation, for the surrogate lp-reg;
     # −inf for tokens that the filter removes
     min_p_logp: Tensor | None = None
-    extents: Sequence[Extent] | None = None  # one per response, on the host; a pass of poise's own model needs them
+    extents: Sequence[Extent] | None = None  # one per response, on the host; poise's own forward passes need them
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -124,7 +124,7 @@ class TokenBatch:
         return self.mask.sum(1)
 
     def group_members(self) -> list[list[int]]:
-        """The row numbers of each group, groups in order of first appearance."""
+        """The row numbers of each group, with the groups in order of first appearance."""
         if self.groups is None:
             raise ValueError("TokenBatch: groups is missing")
         members: dict[int, list[int]] = {}
@@ -133,7 +133,7 @@ class TokenBatch:
         return list(members.values())
 
     def hidden_of(self, rows: Tensor) -> Tensor:
-        """Hidden states (n, T, d) of some rows, from the stored tensor or from the function."""
+        """Return the hidden states (n, T, d) of ``rows``, from the stored tensor or from the function."""
         if self.hidden is None:
             raise ValueError("TokenBatch: hidden is missing")
         if isinstance(self.hidden, Tensor):
@@ -148,7 +148,7 @@ class TokenBatch:
         return hidden.detach()
 
     def rows(self, ix: Rows) -> TokenBatch:
-        """The batch restricted to some rows (a mini- or micro-batch), without new checks. A slice copies nothing."""
+        """Return the rows ``ix`` (a mini- or micro-batch) as a batch, without new checks. A slice copies no tensor."""
         part, index = copy.copy(self), _on_device(ix, self.mask)
         for item in fields(self):
             value = getattr(self, item.name)
@@ -205,7 +205,7 @@ class Phase:
         return cls(name, masked(policy), masked(kl), metrics or {}, tokens or {})
 
     def rows(self, ix: Rows) -> Phase:
-        """The phase restricted to some rows, to go with ``TokenBatch.rows``; without the recorded ``tokens``."""
+        """Return the rows ``ix`` of the phase, to match ``TokenBatch.rows``. The recorded ``tokens`` are dropped."""
         index = _on_device(ix, self.policy)
         return Phase(self.name, self.policy[index], self.kl[index], self.metrics)
 
@@ -227,10 +227,10 @@ class Phase:
 def padded_batch(
     prompts: Sequence[Prompt], tokens: Sequence[Tensor], device: torch.device, own: Sequence[Tensor] = (), **fields: Any
 ) -> TokenBatch:
-    """Build the batch of these responses on a device. ``own`` marks the tokens that the model wrote; by default, all.
+    """Build a batch of these responses on ``device``. ``own`` marks the tokens that the model wrote; by default, all.
 
     ``fields`` are the fields of ``TokenBatch``; lists of (n,) tensors are padded. Old log-probabilities and advantages
-    are 0 unless passed.
+    default to 0.
     """
 
     def padded(rows: Sequence[Tensor]) -> Tensor:
@@ -246,7 +246,7 @@ def padded_batch(
 
 
 def _on_device(ix: Rows, values: Tensor) -> slice | Tensor:
-    """Row numbers on the values' device. Indexing with a list would make the host wait for the device every time."""
+    """Return row numbers on the device of ``values``: indexing with a list makes the host wait for the device."""
     if isinstance(ix, slice | Tensor):
         return ix
     return send(torch.arange(len(values))[ix], values.device)
@@ -306,11 +306,11 @@ def _check_shapes(batch: TokenBatch) -> None:
 def _check_width(head: HeadLike | None, hidden: Tensor) -> None:
     known = None if head is None else as_head(head)
     if isinstance(known, Head) and (width := known.weight.shape[1]) != hidden.shape[-1]:
-        raise ValueError(f"TokenBatch: head has width {width}, but hidden {hidden.shape[-1]}: give those of one model")
+        raise ValueError(f"TokenBatch: head has width {width}, but hidden {hidden.shape[-1]}: pass both from one model")
 
 
 def _check_values(batch: TokenBatch) -> None:
-    """Refuse NaN and infinity inside the mask, and targets outside the vocabulary. All checks share one host sync."""
+    """Reject NaN and infinity inside the mask, and targets outside the vocabulary. All checks share one host sync."""
     has_tokens = batch.mask.any(1)
     bad: dict[str, Tensor] = {}
     for name in (*_PER_TOKEN, *_PER_RESPONSE, "advantages", "hidden"):

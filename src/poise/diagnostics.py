@@ -9,7 +9,7 @@ For each regulator, with K intervals:
 - ``norm`` (K,): ‖g_i‖, where g_i is the gradient from interval i alone. The loss divides by the count of all tokens, so
   the g_i add up to the gradient g of all tokens; ``full`` is ‖g‖, ``residual`` is ‖Σ g_i − g‖ / ‖g‖, rounding only.
 - ``per_token`` (K,): ‖g_i‖ divided by the interval's number of tokens: this compares rare and frequent tokens.
-- ``share`` (K,): ⟨g_i, g⟩ / ‖g‖², interval i's part in the whole gradient. Shares add up to 1; one can be negative.
+- ``share`` (K,): ⟨g_i, g⟩ / ‖g‖², interval i's share of the full gradient. Shares add up to 1; one can be negative.
 - ``norm_share`` (K,): ‖g_i‖ / Σ_j ‖g_j‖.
 - ``cosine`` (K, K): between the gradients of two intervals; ``split_cosine`` (K − 1,): between the gradients of all
   tokens below an edge and all tokens above it.
@@ -44,7 +44,7 @@ __all__ = ["ForwardLoop", "Intervals", "Loop", "dominance", "gradient_sizes", "t
 
 @dataclass(frozen=True)
 class Intervals:
-    """Intervals of [0, 1], by default its quarters. Each includes its lower end, the last one also its upper end."""
+    """Intervals of [0, 1], by default four equal ones. Each includes its lower end; the last also its upper end."""
 
     edges: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -66,7 +66,7 @@ class Intervals:
 
     @property
     def names(self) -> list[str]:
-        """``0–0.25`` and so on."""
+        """The intervals' names, such as ``0–0.25``."""
         return [f"{low:g}–{high:g}" for low, high in pairwise(self.edges)]
 
     def masks(self, batch: TokenBatch) -> Tensor:
@@ -83,8 +83,9 @@ BLOCK = 1 << 24  # elements of logits in memory at a time
 def gradient_sizes(hidden: Tensor, targets: Tensor, head: HeadLike, *, block: int = BLOCK) -> Tensor:
     """(N,) ``‖e_y − π‖``: the norm of ``∂ log π(y) / ∂ logits``, where π is the distribution that sampling used.
 
-    ``‖e_y − π‖² = (1 − π(y))² + Σ_{v≠y} π(v)²``. It lies between ``1 − p`` and ``√2·(1 − p)``, nearer to the upper end
-    the fewer rivals the token has. In the loss, a token's weight, advantage and ratio multiply it.
+    ``‖e_y − π‖² = (1 − π(y))² + Σ_{v≠y} π(v)²``. The norm lies between ``1 − p`` and ``√2·(1 − p)``: the fewer other
+    likely tokens there are, the closer it is to the upper end. In the loss, the norm is multiplied by the token's
+    weight, advantage and ratio.
     """
 
     def norms(logits: Tensor, targets: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def gradient_sizes(hidden: Tensor, targets: Tensor, head: HeadLike, *, block: in
 
 @torch.no_grad()
 def logit_rounding(hidden: Tensor, targets: Tensor, head: HeadLike, *, block: int = BLOCK) -> Tensor:
-    """(N,) how far each token's p moves if its logits are rounded to bfloat16: noise that no update causes."""
+    """(N,) the change of each token's p if its logits are rounded to bfloat16: noise that is not due to an update."""
 
     def moved(logits: Tensor, targets: Tensor) -> Tensor:
         rounded = logits.bfloat16().to(logits.dtype)
@@ -127,7 +128,10 @@ def _over_logits(
 def token_gradient_sizes(
     batch: TokenBatch, measure: Callable[[Tensor, Tensor, HeadLike], Tensor] = gradient_sizes
 ) -> Tensor | None:
-    """(B, T) ``gradient_sizes``, or another measure, of response tokens, 0 elsewhere; None without hidden states."""
+    """(B, T) ``gradient_sizes`` (or ``measure``) of response tokens; 0 elsewhere.
+
+    Returns None if the batch has no hidden states, head or targets.
+    """
     if batch.hidden is None or batch.head is None or batch.targets is None:
         return None
     sizes = torch.zeros_like(batch.mask, dtype=batch.dtype)
@@ -141,7 +145,7 @@ def token_gradient_sizes(
 
 
 Gradient = list[Tensor | None]
-BINS = 40  # of the histogram of probabilities
+BINS = 40  # in the histogram of probabilities
 
 
 def dominance(
@@ -152,7 +156,7 @@ def dominance(
     intervals: Intervals | None = None,
     clip: float = 1.0,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Measure one batch. Afterwards weights and optimizer state are restored bit for bit.
+    """Measure one batch, then restore weights and optimizer state bit for bit.
 
     Returns the figures, ready for JSON, and (B, T) tensors: ``size`` (‖e_y − π‖, if the batch has hidden states),
     ``change`` (Δ log p by the first regulator's update), and the regulators' per-token values, such as NTHR's score.
@@ -259,7 +263,8 @@ def _effect(before: Tensor, after: Tensor, masks: Tensor, batch: TokenBatch) -> 
 def displacement(batch: TokenBatch, before: Tensor, after: Tensor) -> dict[str, Any] | None:
     """How an update changed the log-likelihoods of correct responses (lazy displacement, arXiv 2505.18830).
 
-    The mean change, the share that fell, and the mean change in each group; None without correct responses.
+    Returns the mean change, the share of these responses whose log-likelihood fell, and the mean change per group; None
+    if no response is correct.
     """
     if batch.correct is None or not (right := batch.correct & batch.mask.any(1)).any():
         return None
@@ -273,7 +278,7 @@ def displacement(batch: TokenBatch, before: Tensor, after: Tensor) -> dict[str, 
 
 
 def _combined(phases: Sequence[Phase]) -> Phase:
-    """All phases as one, their weights added."""
+    """Combine all phases into one by adding their weights."""
     policy, kl = (torch.stack(weights).sum(0) for weights in zip(*((p.policy, p.kl) for p in phases), strict=True))
     return Phase("all", policy, kl)
 
@@ -294,20 +299,20 @@ def _cosine(gram: Tensor, cut: int) -> float | None:
 
 
 def interval_means(values: Tensor, masks: Tensor) -> list[float | None]:
-    """The mean over each interval's tokens; None if it has none."""
+    """The mean over each interval's tokens; None for an interval without tokens."""
     return _numbers(torch.where(masks, values.double(), 0.0).sum((1, 2)) / masks.sum((1, 2)))
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    """A list in which None replaces NaN and infinity, such as the mean over no tokens."""
+    """The values as a list, with None instead of NaN and infinity (such as the mean over no tokens)."""
     return [value if value - value == 0 else None for value in values.tolist()]
 
 
-# The loop: what the diagnostics need from it, and how they restore its state
+# The training loop: its interface for the diagnostics, and restoring its state
 
 
 class Loop(Protocol):
-    """One batch, the parameters that it would update, and what every loop can compute."""
+    """A training loop as the diagnostics use it: one batch, the parameters to update, gradients, log-probabilities."""
 
     batch: TokenBatch
     settings: Settings
@@ -322,14 +327,15 @@ class Loop(Protocol):
         ...
 
     def changed(self) -> None:
-        """Called after the parameters changed: update copies of them, if there are any."""
+        """Update copies of the parameters, if there are any. Called after the parameters have changed."""
         ...
 
 
 class ForwardLoop:
-    """Any loop with a forward pass: ``forward()`` returns (B, T) log-probabilities with gradients.
+    """A loop defined by its forward pass: ``forward()`` returns (B, T) log-probabilities with gradients.
 
-    With an entropy bonus (``settings.entropy_coef``) it returns a pair, log-probabilities and (B, T) entropies.
+    With an entropy bonus (``settings.entropy_coef``) ``forward()`` returns a pair: log-probabilities and (B, T)
+    entropies.
     """
 
     def __init__(
@@ -343,7 +349,7 @@ class ForwardLoop:
         self.settings = settings or Settings()
 
     def gradient(self, phase: Phase) -> None:
-        """One backward pass."""
+        """Set the gradients by one backward pass."""
         for parameter in self.parameters:
             parameter.grad = None
         (logp, entropy), norm = self._pass(), normalizer(self.batch, self.settings)
@@ -353,7 +359,7 @@ class ForwardLoop:
 
     @torch.no_grad()
     def logp(self) -> Tensor:
-        """One forward pass."""
+        """Run one forward pass."""
         return self._pass()[0]
 
     def _pass(self) -> tuple[Tensor, Tensor | None]:
@@ -365,12 +371,12 @@ class ForwardLoop:
         return (found, None) if isinstance(found, Tensor) else found
 
     def changed(self) -> None:
-        """Nothing to do: there are no copies."""
+        """Do nothing: there are no copies."""
 
 
 @contextmanager
 def unchanged(loop: Loop, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore weights and optimizer state at the end, bit for bit."""
+    """On exit, restore weights and optimizer state bit for bit."""
     weights = [parameter.detach().clone() for parameter in loop.parameters]
     state = copy.deepcopy(optimizer.state_dict())
     try:
@@ -396,7 +402,10 @@ def step(loop: Loop, optimizer: torch.optim.Optimizer, gradient: Sequence[Tensor
 
 
 def gradient_of(loop: Loop, phase: Phase) -> list[Tensor | None]:
-    """Copies of the phase's gradients; None for a parameter without one, and for all if no token is active."""
+    """Return copies of the phase's gradients.
+
+    None stands for a parameter without a gradient, and for every parameter if no token is active.
+    """
     if not active(loop.batch, phase, loop.settings).any():
         return [None] * len(loop.parameters)
     loop.gradient(phase)

@@ -27,7 +27,7 @@ class Head:
     temperature: float = 1.0
     scale: float = 1.0
     softcap: float | None = None
-    master: Tensor | None = None  # (V, d) float32 master copy: receives the gradient in place of weight
+    master: Tensor | None = None  # (V, d) float32 master copy: receives the gradient instead of weight
 
     def __post_init__(self) -> None:
         if self.weight.dim() != 2:
@@ -37,7 +37,7 @@ class Head:
             raise ValueError(f"Head: bias must be {expected}, got {tuple(self.bias.shape)}")
         if self.master is not None and self.master.shape != self.weight.shape:
             expected = tuple(self.weight.shape)
-            raise ValueError(f"Head: master must be {expected} as weight is, got {tuple(self.master.shape)}")
+            raise ValueError(f"Head: master must be {expected} like weight, got {tuple(self.master.shape)}")
         check_range("Head", "temperature", self.temperature, 1e-6)
         check_range("Head", "scale", self.scale, 1e-6)
         if self.softcap is not None:

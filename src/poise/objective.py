@@ -1,7 +1,7 @@
 """The policy objective: surrogate, KL term, entropy bonus, and the average over tokens. Pure functions.
 
 One optimizer step uses one mini-batch, often in several micro-batches. Compute ``normalizer`` once per mini-batch and
-``policy_loss`` once per micro-batch: the micro-batch losses *add up* to the mini-batch loss, however it is cut.
+``policy_loss`` once per micro-batch: the micro-batch losses *add up* to the mini-batch loss, for any split.
 
 >>> for phase in regulator(batch):
 ...     for ix in mini_batches:
@@ -57,8 +57,8 @@ def kl_divergence(logp: Tensor, ref_logp: Tensor, kind: str = Settings.kl) -> Te
 def importance_weights(batch: TokenBatch, settings: Settings) -> Tensor | None:
     """(B, T) truncated importance weights ``min(old / sampler, importance_cap)``.
 
-    They correct for a sampling engine whose log-probabilities differ from ``old_logp``. None without ``sampler_logp``
-    or without a cap.
+    They correct for a sampling engine whose log-probabilities differ from ``old_logp``. Returns None if the batch has
+    no ``sampler_logp`` or the settings have no cap.
     """
     if batch.sampler_logp is None or settings.importance_cap is None:
         return None
@@ -67,7 +67,7 @@ def importance_weights(batch: TokenBatch, settings: Settings) -> Tensor | None:
 
 
 def active(batch: TokenBatch, phase: Phase, settings: Settings) -> Tensor:
-    """(B, T) bool: tokens that can have a gradient. Take no optimizer step if there are none."""
+    """(B, T) bool: tokens that can have a gradient. If there are none, skip the optimizer step."""
     _check_phase(batch, phase)
     tokens = (phase.policy > 0) & (batch.token_advantages != 0)
     if settings.kl_coef or settings.entropy_coef:
@@ -76,9 +76,9 @@ def active(batch: TokenBatch, phase: Phase, settings: Settings) -> Tensor:
 
 
 def normalizer(batch: TokenBatch, settings: Settings) -> Tensor:
-    """The divisor of a mini-batch's loss, which depends on the aggregation and is the same in every phase.
+    """The divisor of a mini-batch's loss. It depends on the aggregation, and is the same in every phase.
 
-    Responses without tokens do not count.
+    Responses without tokens are not counted.
     """
     if settings.averages_by == TOKEN_MEAN:
         return batch.mask.sum().clamp(min=1)
@@ -89,7 +89,7 @@ def normalizer(batch: TokenBatch, settings: Settings) -> Tensor:
 
 
 def survey(logp: Tensor, batch: TokenBatch, settings: Settings) -> Survey | None:
-    """The surrogate's data on the whole mini-batch, or None if it needs none.
+    """Return the surrogate's survey of the whole mini-batch, or None if the surrogate needs no survey.
 
     ``logp`` (B, T) are the mini-batch's current log-probabilities. Values outside the mask may be anything.
     """
@@ -138,7 +138,7 @@ def _weighted(survey: Survey, policy: Tensor) -> dict[str, Tensor]:
 
 
 def token_losses(logp: Tensor, entropy: Tensor | None, parts: Terms, settings: Settings) -> dict[str, Tensor]:
-    """Each token's loss by term: "policy", plus "kl" and "entropy" where their coefficient is not 0."""
+    """Each token's loss by term: "policy", plus "kl" and "entropy" if the term's coefficient is not 0."""
     losses = {"policy": -settings.rule.value(logp, parts) * parts.policy}
     weighted = parts.bonus > 0
     if settings.kl_coef and parts.ref_logp is not None:
@@ -159,14 +159,14 @@ def policy_loss(
     entropy: Tensor | None = None,
     survey: Survey | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch, and its metrics.
+    """Return the loss and the metrics of a micro-batch.
 
     ``logp`` (B, T) are the current log-probabilities of the sampled tokens, with gradients. ``entropy`` (B, T) are the
-    current entropies, needed for an entropy bonus. ``survey`` has these rows of the result of the function ``survey``,
-    for surrogates that need it. Values outside the mask may be anything. Loss and metrics are this micro-batch's share:
-    sum them over the mini-batch. Metrics are averaged like the loss (with token-mean, ``optim/clip_high`` is a share of
-    the tokens) and stay on the device. ``poise.head.policy_loss`` computes the same loss from hidden states and never
-    holds the logits of all tokens.
+    current entropies, needed for an entropy bonus. Some surrogates need ``survey``: the micro-batch's rows of the
+    mini-batch's ``Survey``. Values outside the mask may be anything. Loss and metrics are this micro-batch's share: sum
+    them over the mini-batch. Metrics are averaged like the loss (with token-mean, ``optim/clip_high`` is a share of the
+    tokens) and stay on the device. ``poise.head.policy_loss`` computes the same loss from hidden states and never holds
+    the logits of all tokens.
     """
     settings = settings or Settings()
     _check_inputs(logp, batch, settings, entropy)
@@ -206,26 +206,26 @@ def loss_and_metrics(
 def _check_phase(batch: TokenBatch, phase: Phase) -> None:
     if phase.policy.shape != batch.mask.shape or phase.kl.shape != batch.mask.shape:
         shapes = f"{tuple(phase.policy.shape)} and a batch of {tuple(batch.mask.shape)}"
-        raise ValueError(f"a phase of {shapes} do not belong together: cut both with the same rows(ix)")
+        raise ValueError(f"a phase of {shapes} do not match: slice both with the same rows(ix)")
 
 
 def _check_survey(batch: TokenBatch, settings: Settings, survey: Survey | None) -> None:
     if settings.rule.surveyed and survey is None:
         raise ValueError(
-            f"surrogate {settings.surrogate!r} needs to know the whole mini-batch: take objective.survey(logp, batch, "
-            "settings) once per mini-batch, without gradients, and pass its rows as survey="
+            f"surrogate {settings.surrogate!r} needs data on the whole mini-batch: call objective.survey(logp, batch, "
+            "settings) once per mini-batch, without gradients, and pass the micro-batch's rows of the result as survey="
         )
     for value in vars(survey).values() if survey is not None else ():
         if value is not None and value.shape != batch.mask.shape:
             shapes = f"{tuple(value.shape)} and a batch of {tuple(batch.mask.shape)}"
-            raise ValueError(f"a survey of {shapes} do not belong together: cut both with the same rows(ix)")
+            raise ValueError(f"a survey of {shapes} do not match: slice both with the same rows(ix)")
 
 
 def _check_inputs(logp: Tensor, batch: TokenBatch, settings: Settings, entropy: Tensor | None) -> None:
     for name, value in (("logp", logp), ("entropy", entropy)):
         if value is not None and value.shape != batch.mask.shape:
             expected = tuple(batch.mask.shape)
-            raise ValueError(f"policy_loss: {name} must be {expected} as the batch is, got {tuple(value.shape)}")
+            raise ValueError(f"policy_loss: {name} must be {expected} like the batch, got {tuple(value.shape)}")
     if settings.kl_coef and batch.ref_logp is None:
         raise ValueError("policy_loss: kl_coef is not 0, so the batch needs ref_logp")
     if settings.entropy_coef and entropy is None:

@@ -39,7 +39,7 @@ class Settings:
     max_length: int | None = None
     """For fixed-length (Dr. GRPO): the constant divisor of every response's sum."""
     importance_cap: float | None = 2.0
-    """Upper bound of the importance weight, old / sampler probability, if the batch has sampler_logp; null: no
+    """Upper bound of the importance weight (old / sampler probability), used if the batch has sampler_logp; null: no
     correction."""
     surrogate: object = "clip"
     """The policy term: clip, cispo, gspo, sapo, dppo, kl-cov or lp-reg, with settings as in dppo(delta=0.2), or your
@@ -63,8 +63,8 @@ class Settings:
         if self.aggregation not in (self.averages_by, Settings.aggregation):
             raise ValueError(
                 f"objective: surrogate {self.surrogate!r} averages by {self.averages_by}, but aggregation is "
-                f"{self.aggregation!r}: leave one of them out; to keep the aggregation, give the surrogate the setting "
-                "sequence_mean=False"
+                f"{self.aggregation!r}: remove one of the two settings, or keep the aggregation by setting "
+                "sequence_mean=False in the surrogate"
             )
 
     @cached_property
@@ -78,8 +78,8 @@ class Settings:
 
     @cached_property
     def averages_by(self) -> str:
-        """The aggregation in effect: the surrogate's own, or the setting."""
-        if self.surrogate == "clip":  # it has none of its own, and reading settings needs no torch
+        """The aggregation in effect: the one that the surrogate requires, or else the setting."""
+        if self.surrogate == "clip":  # clip requires none, and must not import torch here
             return self.aggregation
         return self.rule.aggregation or self.aggregation
 

@@ -262,13 +262,13 @@ def test_the_group_whose_scores_are_not_finite_is_named():
 
 def test_scores_that_are_not_finite_are_an_error():
     batch = random_batch(0, hidden=lambda rows: torch.full((len(rows), 9, 5), torch.nan, dtype=torch.float64))
-    with pytest.raises(ValueError, match="are not finite: look at hidden and head"):
+    with pytest.raises(ValueError, match="are not finite: check hidden and head"):
         regulators.get("nthr", self_inclusive=True)(batch)
 
 
 def test_an_opaque_head_is_refused():
     g = torch.Generator().manual_seed(0)
-    with pytest.raises(TypeError, match="cannot be sliced: give its weight"):
+    with pytest.raises(TypeError, match="cannot be sliced: pass its weight"):
         scores(lambda h: h, [tokens(g, 2)], tokens(g, 2))
 
 

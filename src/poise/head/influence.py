@@ -12,7 +12,7 @@ There are two ways to compute the sum for N tokens, of which N⁺ belong to corr
   normalisers: ``6·N·V·d`` FLOP.
 
 So the pair form is cheaper if N⁺ ≤ 2·d. Both forms process the vocabulary in slices: neither G nor any tokens ×
-vocabulary array exists as a whole.
+vocabulary tensor is ever complete in memory.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def group_scores(
     block: int | None = None,
     half: bool | None = None,
 ) -> Scores:
-    """Score the tokens of incorrect responses, and each correct response, against the correct ones of its group.
+    """Score the tokens of incorrect responses, and each correct response, against the group's correct responses.
 
     Each entry of ``groups`` lists the number of tokens of each correct response and, last, of all incorrect responses
     together. ``hidden`` (N, d), ``targets`` (N,) and the returned scores have the tokens in this order, group by group.
-    A correct response is scored against the others, or with ``self_inclusive`` also against itself. ``block`` is the
+    A correct response is not scored against itself, unless ``self_inclusive`` is True. ``block`` is the
     number of elements of the largest temporary tensor (``default_block``). The host never waits for the device.
 
     On a GPU, half-precision hidden states stay half precision in matrix products, which accumulate in float32;
@@ -78,7 +78,7 @@ def group_scores(
     check_choice("scores", "form", form, ("auto", "pair", "linear"))
     head = as_head(head)
     if not isinstance(head, Head):
-        raise TypeError("scores: a head that is an opaque callable cannot be sliced: give its weight, or a poise.Head")
+        raise TypeError("scores: a head that is an opaque callable cannot be sliced: pass its weight, or a poise.Head")
     if half is None:
         half = hidden.is_cuda and hidden.element_size() == 2
     if not half:
@@ -109,7 +109,7 @@ class _Group(NamedTuple):
 
 
 def _sums(head: Head, group: _Group, self_inclusive: bool, form: Form, block: int | None) -> Tensor:
-    """(N,) the tokens' scores. For a correct response, use only the sum: the linear form puts it at one token."""
+    """(N,) token scores. For a correct response only their sum is valid: the linear form stores it at one token."""
     if form == "auto":
         form = cheaper_form(sum(group.lengths), group.hidden.shape[1])
     block = block or default_block(group.hidden.device, len(group.hidden), head.vocabulary)
@@ -129,10 +129,10 @@ def _pair(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tensor
         if start:
             steps.rescale(pairs, shrink[:n_positive], shrink)
         multiply(pairs, values[:n_positive], values.T, add=start > 0)
-    del raw, values  # free the slice for what follows
+    del raw, values  # free the slice's memory for the next step
 
     at_targets = head.weight[targets].to(hidden.dtype)
-    added = []  # what the tokens of each part add to all tokens
+    added = []  # what the tokens of each part add to the scores of all tokens
     for part in _blocks(n_positive, max(1, block // (4 * len(hidden)))):
         products = pairs.new_empty(part.stop - part.start, len(hidden))
         multiply(products, hidden[part], hidden.T)
@@ -178,7 +178,7 @@ def _linear(head: Head, group: _Group, self_inclusive: bool, block: int) -> Tens
 
 
 def _products(head: Head, hidden: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
-    """``W h`` of every token, (N, width) per slice of the vocabulary. All slices reuse the same memory."""
+    """Yield each slice's first column and ``W h`` (N, width). All slices reuse the same memory."""
     memory = hidden.new_empty(len(hidden), min(width, head.vocabulary))
     for vocabulary in _blocks(head.vocabulary, width):
         raw = memory[:, : vocabulary.stop - vocabulary.start]

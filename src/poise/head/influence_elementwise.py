@@ -1,4 +1,4 @@
-"""The elementwise steps of ``poise.head.influence`` in plain torch: the reference, and what runs without Triton.
+"""The elementwise steps of ``poise.head.influence`` in plain torch: the reference, also used without Triton.
 
 ``poise.head.influence_kernels`` has the same functions as Triton kernels. Arithmetic is float32, or float64 for float64
 inputs. Half-precision operands of matrix products are stored as bfloat16, which has the range of float32.
@@ -23,7 +23,7 @@ LAG = 20.0  # how far the maximum may rise before the sums are rescaled to the n
 class Rows:
     """Running statistics of each token's row of logits, over the slices of the vocabulary seen so far."""
 
-    top: Tensor  # (N,) the largest logit so far, up to LAG below it
+    top: Tensor  # (N,) the largest logit so far, or up to LAG less
     others: Tensor  # (N,) Σ exp(logit − top) over all but the sampled token
     own: Tensor  # (N,) the logit of the sampled token
 
@@ -44,7 +44,7 @@ class Rows:
 
 
 def stored(raw: Tensor) -> Tensor:
-    """The same memory as operands of a product: as bfloat16 instead of float16, whose range is too small."""
+    """View ``raw`` as an operand of a product: bfloat16 instead of float16, whose range is too small."""
     return raw.view(torch.bfloat16) if raw.dtype == torch.float16 else raw
 
 
@@ -97,11 +97,11 @@ def columns(
 ) -> Tensor:
     """(n,) the amounts that the tokens k = first, first + 1, … of correct responses add to the scores of n tokens k'.
 
-    These are the first n tokens, n being the width of ``pairs``; ``targets``, ``owner`` and ``rows`` cover all tokens
-    of the group. The sampled token is treated separately: ``e_y − π = a·e_y − q``, where ``a = 1 − π(y)`` and q is π
-    with a 0 at y. Then ``⟨a·e_y − q, a'·e_y' − q'⟩ = a·a'·[y = y'] − a·q'(y) − a'·q(y') + ⟨q, q'⟩``. ``pairs`` holds
-    the last term times both norms, and is overwritten. ``products`` holds ⟨h, h'⟩. ``right_at_left`` and
-    ``left_at_right`` hold the entries of ``W h`` from which q'(y) and q(y') are computed.
+    The tokens k' are the group's first n; n is the width of ``pairs``. ``targets``, ``owner`` and ``rows`` cover all
+    tokens of the group. The sampled token is treated separately: ``e_y − π = a·e_y − q``; here ``a = 1 − π(y)``, and q
+    is π with a 0 at y. Then ``⟨a·e_y − q, a'·e_y' − q'⟩ = a·a'·[y = y'] − a·q'(y) − a'·q(y') + ⟨q, q'⟩``. ``pairs``
+    holds the last term times both norms, and is overwritten. ``products`` holds ⟨h, h'⟩. ``right_at_left`` and
+    ``left_at_right`` hold the entries of ``W h`` for q'(y) and q(y').
     """
     left, right = slice(first, first + len(pairs)), slice(pairs.shape[1])
     norm, top = rows.norm, rows.top
@@ -120,8 +120,8 @@ def columns(
 
 
 def combine(parts: Tensor, self_inclusive: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """From a slice (n⁺, width, d) of every correct response's G_i: their sum, in ``dtype``, and ⟨G_i, Σ_j≠i G_j⟩."""
+    """Return the sum of a slice ``parts`` (n⁺, width, d) of all G_i, in ``dtype``, and each ⟨G_i, Σ_j≠i G_j⟩."""
     total = parts.sum(0)
-    # Remove a response's own part before the product: it is far larger than the rest, which rounding would destroy.
+    # Remove a response's own part before the product: it is far larger than the others, which rounding would destroy.
     partners = total.expand_as(parts) if self_inclusive else total - parts
     return total.to(dtype), torch.linalg.vecdot(parts.flatten(1), partners.flatten(1))

@@ -28,7 +28,7 @@ def _walk_kernel(
     column = tl.load(targets + row) - start  # outside of the slice for most rows
     here = (column >= 0) & (column < width)
     mine = tl.load(raw + column, mask=here, other=0.0).to(tl.float32)
-    # The sums leave the sampled token out: its product, kept in `mine`, is overwritten with NEVER. That saves a
+    # The sums exclude the sampled token: its product is kept in `mine` and overwritten with NEVER. This saves a
     # comparison per element.
     tl.debug_barrier()
     tl.store(raw + column, NEVER, mask=here)
@@ -143,13 +143,13 @@ def _combine_kernel(
     g = tl.load(parts + i.to(tl.int64)[:, None] * stride + at[None, :], mask=inside, other=0.0).to(tl.float32)
     summed = tl.sum(g, 0)
     tl.store(total + at, summed.to(total.dtype.element_ty), mask=at < size)
-    # Remove a response's own part before the product: it is far larger than the rest, which rounding would destroy.
+    # Remove a response's own part before the product: it is far larger than the others, which rounding would destroy.
     partners = summed[None, :] if SELF_INCLUSIVE else summed[None, :] - g
     tl.store(products + tl.program_id(0) * HEIGHT + i, tl.sum(g * partners, 1))
 
 
 def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, update: bool, write: bool) -> Tensor:
-    """See ``elementwise.walk``. One program per row reads it twice: for the peak, then for the values."""
+    """See ``influence_elementwise.walk``. One program per row reads it twice: for the peak, then for the values."""
     shrink = torch.empty_like(rows.top)
     width = raw.shape[1]
     _walk_kernel[(len(raw),)](
@@ -162,7 +162,7 @@ def walk(raw: Tensor, head: Head, start: int, targets: Tensor, rows: Rows, *, up
 
 
 def rescale(pairs: Tensor, left: Tensor, right: Tensor) -> None:
-    """See ``elementwise.rescale``. Tiles with factors of 1 are not read."""
+    """See ``influence_elementwise.rescale``. Tiles with factors of 1 are not read."""
     grid = (triton.cdiv(pairs.shape[0], 32), triton.cdiv(pairs.shape[1], 128))
     _rescale_kernel[grid](pairs, left, right, *pairs.shape, pairs.stride(0), TALL=32, WIDE=128)
 
@@ -179,7 +179,7 @@ def columns(
     first: int,
     self_inclusive: bool,
 ) -> Tensor:
-    """See ``elementwise.columns``. A program sums 128 tokens k for 64 tokens k'; ``pairs`` is not overwritten."""
+    """See ``influence_elementwise.columns``. A program sums 128 tokens k for 64 k'; ``pairs`` is not overwritten."""
     height, width = pairs.shape
     sums = pairs.new_empty(triton.cdiv(height, 128), width)
     _columns_kernel[(len(sums), triton.cdiv(width, 64))](
@@ -191,7 +191,7 @@ def columns(
 
 
 def combine(parts: Tensor, self_inclusive: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See ``elementwise.combine``. A program reads the same elements of every G_i."""
+    """See ``influence_elementwise.combine``. A program reads the same elements of every G_i."""
     count, width, d = parts.shape
     total = parts.new_empty(width, d, dtype=dtype)
     height = triton.next_power_of_2(count)

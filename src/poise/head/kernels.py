@@ -20,7 +20,7 @@ from poise.surrogates import Cispo, Clip, Dppo, Gspo, KlCov, LpReg, Sapo, Surrog
 
 COLUMNS = tl.constexpr(len(TALLY))
 STATISTICS, OBJECTIVE, UPSTREAM = 0, 1, 2  # a pass computes logp and entropy, or one of two gradients
-SURROGATES = (Clip, Cispo, Gspo, Sapo, Dppo, KlCov, LpReg)  # a surrogate's place here is its number in the kernel
+SURROGATES = (Clip, Cispo, Gspo, Sapo, Dppo, KlCov, LpReg)  # a surrogate's index here is its number in the kernel
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _excess(x):
 
 @triton.jit
 def _clipped(ratio, advantage, low, high, dual):
-    """The clipped value, its derivative by log r, and whether the ratio is held below or above."""
+    """The clipped value, its derivative with respect to log r, and whether the token is held back below or above."""
     rising = (advantage > 0) & (ratio <= 1 + high)
     falling = (advantage < 0) & (ratio >= 1 - low) & (ratio <= dual)
     slope = tl.where(rising | falling, advantage * ratio, 0.0)
@@ -59,9 +59,9 @@ def _pull(gap):
 
 @triton.jit
 def _surrogate(logp, row, held, old, advantage, sequence, chosen, target, a, b, c, SURROGATE: tl.constexpr):
-    """The surrogate's value, its derivative by the log-probability, and whether the ratio is held below or above.
+    """The surrogate's value, its derivative with respect to logp, and whether the token is held back below or above.
 
-    ``a``, ``b`` and ``c`` are the surrogate's settings (``_constants``). ``held`` is the log-ratio within ±20.
+    ``a``, ``b`` and ``c`` are the surrogate's settings (``_constants``). ``held`` is the log-ratio, clamped to ±20.
     """
     ratio = tl.exp(held)
     low, high = ratio < 0, ratio < 0
@@ -100,7 +100,7 @@ def _objective(
     logp, row, old, ref, advantages, policy, bonus, sequence, chosen, target, a, b, c, kl_coef,
     KL: tl.constexpr, SURROGATE: tl.constexpr,
 ):  # fmt: skip
-    """The token's loss without entropy, its derivative with respect to the log-probability, and its parts."""
+    """The token's loss without entropy, its derivative with respect to the log-probability, and its metrics."""
     advantage, weight, old_logp = tl.load(advantages + row), tl.load(policy + row), tl.load(old + row)
     gap = tl.where(weight > 0, logp - old_logp, 0.0)
     held = tl.minimum(tl.maximum(gap, -20.0), 20.0)
@@ -128,7 +128,7 @@ def _objective(
 
 @triton.jit
 def _store_tally(tally, share, loss, of_policy, low, high, drift, kl):
-    """The columns of ``TALLY`` except the entropy."""
+    """Store the columns of ``TALLY`` except the entropy."""
     tl.store(tally, loss)
     tl.store(tally + 1, of_policy)
     tl.store(tally + 2, low * share)
@@ -196,8 +196,8 @@ def _row_kernel(
     own = tl.where(known, tl.load(logits + target).to(tl.float32), float("nan"))
     own_bias = tl.load(bias + target).to(tl.float32) if BIAS else 0.0
     own, own_slope = finished(own, own_bias, scale, softcap, inverse_temperature, BIAS, SOFTCAP)
-    # The sums leave the target out, so that nothing large cancels for a confident token: its logit, kept in `own`, is
-    # overwritten with NEVER. That saves a comparison per element.
+    # The sums exclude the target, so that nothing large cancels if p is near 1: the target's logit is kept in `own` and
+    # overwritten with NEVER. This saves a comparison per element.
     tl.debug_barrier()
     tl.store(logits + target, NEVER)
     tl.debug_barrier()
@@ -269,7 +269,10 @@ def objective_gradient(product: Tensor, targets: Tensor, head: Head, parts: Term
 def upstream_gradient(
     product: Tensor, targets: Tensor, head: Head, grad_logp: Tensor, grad_entropy: Tensor | None
 ) -> None:
-    """Overwrite ``product`` (N, V) with the gradient at ``W h``, from the gradients (N,) of its two outputs."""
+    """Overwrite ``product`` = ``W h`` (N, V) with its gradient.
+
+    ``grad_logp`` and ``grad_entropy`` (N,) are the gradients of the log-probability and the entropy.
+    """
     _launch(UPSTREAM, product, targets, head, grad_logp=grad_logp, grad_entropy=grad_entropy)
 
 
@@ -314,12 +317,12 @@ def _launch(
 
 
 def supports(rule: Surrogate) -> bool:
-    """Whether the kernel has this surrogate."""
+    """Whether the kernel implements this surrogate."""
     return type(rule) in SURROGATES
 
 
 def _constants(rule: Surrogate) -> tuple[float, float, float]:
-    """A surrogate's settings as the kernel takes them."""
+    """A surrogate's settings as the kernel's ``a``, ``b`` and ``c``."""
     match rule:
         case Clip():
             values = rule.clip_low, rule.clip_high, rule.dual_clip
@@ -342,7 +345,7 @@ def _constants(rule: Surrogate) -> tuple[float, float, float]:
 
 
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """``values *= factor``. The host does not know the factor; if it is 1, this costs only a launch."""
+    """``values *= factor``, without a transfer to the host. If the factor is 1, this costs only a kernel launch."""
     block = 4096
     with torch.cuda.device(values.device):
         _scale_kernel[(triton.cdiv(values.numel(), block),)](values, factor, values.numel(), BLOCK=block)

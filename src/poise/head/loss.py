@@ -50,12 +50,12 @@ def policy_loss(
 
     ``hidden`` is (B, T, d), where hidden[b, t] predicts targets[b, t], or (N, d) for the active tokens
     (``poise.objective.active``) in row order; only these are computed. ``tokens`` (N,) are their flat indices
-    ``b·T + t``: pass them if the host knows them, because otherwise it waits for the device. ``head`` and ``targets``
+    ``b·T + t``: pass them if the host knows them; otherwise the host waits for the device. ``head`` and ``targets``
     default to the batch's. ``memory`` limits the bytes of logits per chunk; a single chunk is fastest. Gradients reach
     ``hidden``, and the head's weight (or master) and bias if these require one. This function computes the gradients,
-    and ``backward`` only passes them on. ``survey`` has these rows of ``poise.objective.survey``, for surrogates that
-    need it; compute it from the log-probabilities of ``token_logp`` or of a scoring pass. The metrics include KL and
-    entropy only if their coefficient is not 0. They count an inactive token as one whose probability has not changed.
+    and ``backward`` only passes them on. Some surrogates need ``survey``: these rows of ``poise.objective.survey``,
+    from the log-probabilities of ``token_logp`` or of a scoring pass. The metrics include KL and entropy only if the
+    coefficient is not 0, and treat an inactive token as one whose probability has not changed.
     """
     settings = settings or Settings()
     linear = _linear(_of_batch(batch) if head is None else head)
@@ -71,7 +71,7 @@ def policy_loss(
     if len(states) != len(tokens):
         raise ValueError(
             f"policy_loss: hidden has {len(states)} rows, but {len(tokens)} tokens are active: "
-            "give (B, T, d), or the states of objective.active(batch, phase, settings) in row order"
+            "pass (B, T, d), or the states of objective.active(batch, phase, settings) in row order"
         )
     inputs = (states, _learns(linear), linear.bias)
     required = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
@@ -108,8 +108,8 @@ def token_logp(hidden: Tensor, targets: Tensor, head: HeadLike, *, memory: int |
 def min_p_logp(hidden: Tensor, targets: Tensor, head: HeadLike, min_p: float, *, memory: int | None = None) -> Tensor:
     """(N,) log-probabilities of ``targets`` under the distribution filtered by min-p, without gradients.
 
-    The filter removes tokens less likely than ``min_p`` times the likeliest and renormalises the rest. A removed target
-    gets −inf.
+    The filter removes tokens less likely than ``min_p`` times the likeliest and renormalises the others. A removed
+    target gets −inf.
     """
     linear, hidden = _linear(head), _computed(hidden)
     logp = _per_row(hidden)
@@ -193,7 +193,7 @@ class _Gradients:
     def take(self) -> list[Tensor | None]:
         """The gradients, each in the dtype of its input. A second call raises an error."""
         if self.used_up:
-            raise RuntimeError("the gradients of this loss were used: backward() can only be called once on it")
+            raise RuntimeError("the gradients of this loss are used up: call backward() only once on a loss")
         self.used_up, gradients, self.gradients = True, self.gradients, [None, None, None]
         del self.states, self.weight
         for i, x in enumerate(self.inputs):
@@ -219,7 +219,7 @@ def _products(hidden: Tensor, head: Head, memory: int | None) -> Iterator[tuple[
 
 
 def _row_pass(hidden: Tensor, surrogate: Surrogate | None = None) -> ModuleType:
-    """The module that computes rows: the Triton kernels if they support tensor and surrogate; else plain torch."""
+    """The module for the row pass: the Triton kernels if they support tensor and surrogate, else plain torch."""
     if _device.suits_triton(hidden):
         from poise.head import kernels
 
@@ -239,21 +239,21 @@ def _of_batch(batch: TokenBatch) -> HeadLike:
 def _check_shapes(hidden: Tensor, targets: Tensor, batch: TokenBatch, head: Head) -> None:
     rows, width = tuple(batch.mask.shape), head.weight.shape[1]
     if targets.shape != rows:
-        raise ValueError(f"policy_loss: targets must be {rows} as the batch is, got {tuple(targets.shape)}")
+        raise ValueError(f"policy_loss: targets must be {rows} like the batch, got {tuple(targets.shape)}")
     if hidden.shape not in ((*rows, width), (len(hidden), width)):
         allowed = f"{(*rows, width)}, or (n, {width}) for the active tokens"
         raise ValueError(f"policy_loss: hidden must be {allowed}, got {tuple(hidden.shape)}")
 
 
 def _no_autocast(values: Tensor) -> torch.autocast:
-    """Inside, autocast is off: this module chooses the precision of each operation."""
+    """A context with autocast off: this module chooses the precision of each operation."""
     return torch.autocast(values.device.type, enabled=False)
 
 
 def _linear(head: HeadLike) -> Head:
     linear = as_head(head)
     if not isinstance(linear, Head):
-        raise TypeError("a head that is an opaque callable cannot be fused: give its weight, or a poise.Head")
+        raise TypeError("a head that is an opaque callable cannot be fused: pass its weight, or a poise.Head")
     return linear
 
 

@@ -1,7 +1,7 @@
 """The row pass in plain torch: from ``W h`` of some tokens to their log-probabilities, entropies and gradients.
 
-This is the reference for the Triton kernels (``kernels.py`` has the same functions), and the code that runs without
-CUDA. All arithmetic is at least float32. Shapes: N tokens of one chunk, V vocabulary size.
+This is the reference for the Triton kernels (``kernels.py`` has the same functions), and is used without CUDA. All
+arithmetic is at least float32. Shapes: N tokens of one chunk, V vocabulary size.
 """
 
 from __future__ import annotations

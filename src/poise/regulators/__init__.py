@@ -108,7 +108,7 @@ def parse(text: str | Callable[[TokenBatch], Any]) -> Regulator:
 
 
 def text(regulator: Regulator) -> str:
-    """The text form of a regulator, such that ``parse(text(r)) == r``. Default settings are left out."""
+    """The text form of a regulator, such that ``parse(text(r)) == r``. Default settings are omitted."""
     if isinstance(regulator, Compose):
         return " | ".join(text(part) for part in regulator.parts)
     names = {kind: name for name, kind in TABLE.items()}
@@ -148,8 +148,8 @@ def token_weights(regulator: str | Regulator, **batch: Any) -> Tensor:
     >>> weights = poise.token_weights("ar(alpha=0.2)", old_logp=old_logp, advantages=advantages, mask=mask)
     >>> advantages = advantages[:, None] * weights
 
-    Weights are never negative, so multiplying the advantage multiplies the clipped policy term by the same weight,
-    whatever the clip. For the weights of the KL and entropy terms (TR-GRPO), call the regulator and read ``Phase.kl``.
+    Weights are never negative, so a weight on the advantage multiplies the clipped policy term by the same number, for
+    any clip. For the weights of the KL and entropy terms (TR-GRPO), call the regulator and read ``Phase.kl``.
     """
     for name in batch:
         if name not in TokenBatch.__dataclass_fields__:
@@ -159,7 +159,7 @@ def token_weights(regulator: str | Regulator, **batch: Any) -> Tensor:
     if len(phases) > 1:
         names = ", ".join(phase.name for phase in phases)
         raise ValueError(
-            f"{regulator} updates in {len(phases)} phases ({names}), which one tensor of weights cannot express; "
-            "use `for phase in poise.regulators.parse(...)(batch)`, one pass of optimizer steps each"
+            f"{regulator} updates in {len(phases)} phases ({names}), but token_weights returns only one tensor; loop "
+            "with `for phase in poise.regulators.parse(...)(batch)`, and make one pass of optimizer steps per phase"
         )
     return phases[0].policy

@@ -21,7 +21,7 @@ V = TypeVar("V")
 MOST_PHASES = 100  # per regulator: each phase is a whole pass of the update and holds weights for every token
 QUARTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 STATES = frozenset({"hidden", "head", "targets"})  # the fields that only ``scores`` reads
-SCOPES = ("token", "group", "batch")  # what a weight may depend on; a framework may pass a regulator no more than this
+SCOPES = ("token", "group", "batch")  # the tokens that a weight may depend on; a framework may pass only these
 _FIELD_HELP = {
     "groups": "(B,) integers, the same for responses to the same prompt",
     "correct": "(B,) bool, the verifier's verdict",
@@ -33,12 +33,12 @@ _FIELD_HELP = {
 
 
 class Regulator(ABC):
-    """Weights each token's contribution to the update, once per rollout batch: a batch in, phases out.
+    """Weights each token's contribution to the update: maps a rollout batch to phases, once per batch.
 
-    To write one, subclass this as a frozen dataclass, list in ``needs`` the optional fields of ``TokenBatch`` that it
-    reads, and implement ``phases`` with ``Phase.of``, which takes care of mask and dtype. ``scope`` says what a token's
-    weight depends on: that token alone, the responses of its group, or the whole batch. In a composition every
-    regulator reads the raw batch, not the output of the one before it.
+    To write a regulator, subclass this as a frozen dataclass, list in ``needs`` the optional fields of ``TokenBatch``
+    that the regulator reads, and implement ``phases`` with ``Phase.of``, which applies mask and dtype. ``scope`` says
+    what a token's weight depends on: that token alone, the responses of its group, or the whole batch. In a composition
+    every regulator reads the raw batch, not the output of the previous regulator.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -64,7 +64,7 @@ class Regulator(ABC):
 
     @abstractmethod
     def phases(self, batch: TokenBatch) -> list[Phase]:
-        """The phases of the update, in order. Runs without gradients."""
+        """Return the phases of the update, in order. Called without gradients."""
 
     def __call__(self, batch: TokenBatch) -> list[Phase]:
         """Check the fields that the regulator needs, run it without gradients, and check its phases."""
@@ -97,19 +97,19 @@ class Regulator(ABC):
 
 
 class Follower(Regulator):
-    """A control that may follow the method with the text form ``like``; ``followed`` is that method or None."""
+    """A control that can imitate a method: ``like`` is the method's text form, ``followed`` the method, or None."""
 
     like: str
     followed: ClassVar[Regulator | None] = None
 
     def _follow(self, name: str, defaults: Mapping[str, Any]) -> None:
-        """Build the method. It replaces the settings in ``defaults``, which must not differ from these values then."""
+        """Build ``followed`` from ``like``, if set. It replaces the settings in ``defaults``, which must be unset."""
         if not self.like:
             return
         from poise.regulators import parse, text
 
         if given := [key for key, default in defaults.items() if getattr(self, key) != default]:
-            raise ValueError(f"{name}: {given[0]} and like are both given: leave one of them out")
+            raise ValueError(f"{name}: {given[0]} and like are both set: remove one of them")
         followed = parse(self.like)
         for key, value in {"followed": followed, "needs": followed.needs, "scope": "batch"}.items():
             object.__setattr__(self, key, value)
@@ -154,7 +154,7 @@ class Compose(Regulator):
 
 
 def parts_of(regulator: Regulator) -> tuple[Regulator, ...]:
-    """The parts of a composition. Any other regulator is its own only part."""
+    """The parts of a composition. Any other regulator is its only part."""
     return regulator.parts if isinstance(regulator, Compose) else (regulator,)
 
 
@@ -165,7 +165,7 @@ def _product(a: Phase, b: Phase) -> Phase:
 
 
 def _both(a: Mapping[str, V], b: Mapping[str, V]) -> dict[str, V]:
-    """The entries of both. A name that ``a`` has already gets a number in ``b``: ``chosen_share_2``."""
+    """Merge two mappings. A name in ``b`` that ``a`` already has gets a number: ``chosen_share_2``."""
     joined = dict(a)
     for name, value in b.items():
         names = (name if n == 1 else f"{name}_{n}" for n in count(1))
@@ -175,7 +175,7 @@ def _both(a: Mapping[str, V], b: Mapping[str, V]) -> dict[str, V]:
 
 @dataclass(frozen=True)
 class Function(Regulator):
-    """Wraps a callable from a batch to phases; reads ``needs`` and ``scope`` from it, if it has them."""
+    """Wraps a callable that maps a batch to phases. Uses the callable's ``needs`` and ``scope``, if it has them."""
 
     function: Callable[..., Sequence[Phase]]
     settings: tuple[tuple[str, Any], ...] = ()
@@ -205,7 +205,7 @@ def as_regulator(value: Callable[[TokenBatch], Sequence[Phase]]) -> Regulator:
 
 
 def regulator(function: F) -> F:
-    """Allow settings to name a function from a batch to phases, or a class of such callables.
+    """Mark a function from a batch to phases, or a class of such callables, so that settings can name it.
 
     >>> @poise.regulator
     ... def half(batch, weight=0.5):
@@ -219,8 +219,9 @@ def regulator(function: F) -> F:
 def random_order(batch: TokenBatch, count: int, seed: int, salt: str) -> Tensor:
     """A random permutation of ``range(count)``, determined by the seed, ``salt`` and the batch's log-probabilities.
 
-    The log-probabilities give every step new random numbers from the same seed. Their bits are summed as integers, so
-    neither padding nor the device matters. ``salt`` gives two methods with the same seed different draws.
+    Because of the log-probabilities, every step draws new random numbers from the same seed. The bits of the
+    log-probabilities are summed as integers, so the result depends neither on padding nor on the device. With different
+    values of ``salt``, two methods with the same seed draw different permutations.
     """
     bits = batch.old_logp[batch.mask].double().view(torch.int64).sum().item()
     digest = hashlib.blake2b(f"{salt}/{seed}/{bits}".encode(), digest_size=8).digest()
@@ -242,7 +243,7 @@ def summary(phases: Sequence[Phase], batch: TokenBatch, intervals: Sequence[floa
     - ``zero_share``: share of the tokens whose policy weight is 0;
     - ``effective_tokens``: ``(Σw)² / Σw²``, the effective sample size;
     - ``weight_p0.25-0.50`` and so on: the mean weight by interval of token probability; the last interval is
-      closed, and an interval without tokens is left out;
+      closed, and an interval without tokens has no metric;
     - the regulator's own metrics, such as NTHR's ``flagged_share``.
 
     Over all phases, ``reg/pull_p0.25-0.50`` and so on: the interval's share of ``Σ w·|A|·(1 − p)``, the size of
@@ -277,20 +278,20 @@ def summary(phases: Sequence[Phase], batch: TokenBatch, intervals: Sequence[floa
 
 
 class Scorer(Regulator):
-    """A regulator in two steps: ``scores`` runs where the hidden states are, ``weigh`` where the whole batch is.
+    """A regulator in two steps: ``scores`` reads hidden states, ``weigh`` needs the whole batch.
 
     A framework that splits a batch among workers (verl) calls ``scores`` on each worker, with whole groups, and sends
-    one number per token to the process that has the batch. Elsewhere both steps run one after the other. ``weigh`` must
-    not read hidden, head or targets.
+    one number per token to the process that has the batch. In other frameworks ``phases`` runs both steps. ``weigh``
+    must not read hidden, head or targets.
     """
 
     @abstractmethod
     def scores(self, batch: TokenBatch) -> Tensor:
-        """(B, T) a score for each token, which depends on the token's group alone; NaN for a token without a score."""
+        """Return (B, T) scores; NaN for a token without a score. A score depends only on the token's group."""
 
     @abstractmethod
     def weigh(self, batch: TokenBatch, scores: Tensor) -> list[Phase]:
-        """The phases for these scores. A group without scores is unchanged, even if it could have been scored."""
+        """Return the phases for these scores. A group without scores is unchanged, even if it could be scored."""
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """Run both steps."""
@@ -299,7 +300,7 @@ class Scorer(Regulator):
 
 @dataclass(frozen=True, eq=False)
 class Scored(Regulator):
-    """A ``Scorer`` and its scores of this batch, already computed."""
+    """A ``Scorer`` whose scores of this batch have already been computed."""
 
     scorer: Scorer
     scores: Tensor | None
@@ -320,7 +321,7 @@ def scorers(regulator: Regulator) -> list[Scorer]:
 
 
 def with_scores(regulator: Regulator, scores: Sequence[Tensor | None]) -> Regulator:
-    """The regulator with its scorers' scores filled in: it no longer needs hidden states."""
+    """Replace each scorer in the regulator by its ``scores``, so that the result needs no hidden states."""
     given = iter(scores)
     parts = [Scored(part, next(given)) if isinstance(part, Scorer) else part for part in parts_of(regulator)]
     return parts[0] if len(parts) == 1 else Compose(tuple(parts))

@@ -13,9 +13,9 @@ from poise.regulators.base import Follower
 class Constant(Follower):
     """``w = weight`` for the policy term of every token; KL and entropy terms unchanged.
 
-    **Ours:** a control for methods whose weights average below 1, as AR's do: is their effect only a smaller step?
-    ``like="ar(alpha=0.2)"`` follows that method: in every batch each phase gives all tokens the mean of that method's
-    weights, separately for policy and KL.
+    **Ours:** a control for methods with a mean weight below 1, such as AR: is their effect only a smaller step?
+    ``like="ar(alpha=0.2)"`` copies that method's mean: in every batch, all tokens of a phase get the mean of the
+    method's weights, separately for policy and KL.
     """
 
     scope = "token"
@@ -28,7 +28,7 @@ class Constant(Follower):
 
     @property
     def phase_count(self) -> int:
-        """The number of phases of the followed method; one without it."""
+        """The number of phases of the method in ``like``; 1 without ``like``."""
         return self.followed.phase_count if self.followed else 1
 
     def phases(self, batch: TokenBatch) -> list[Phase]:

@@ -28,12 +28,13 @@ class NTHR(Scorer):
     of correct responses; ``eta=0`` is the paper's diagnostic; ``eta=1`` is GRPO exactly. Paper: "On the Effect of
     Negative Gradient in GRPO", arXiv 2505.18830.
 
-    **Ours**, since the paper leaves it open: a correct response is scored against the *other* correct responses (with
-    ``self_inclusive=True`` against all), so a group with a single correct response is unchanged; scores are sums over
-    the tokens of the correct responses, s̄⁺_i is a mean over the tokens of response i. These choices matter: with
-    correct and incorrect tokens from one distribution, the exclusive τ flags about half of the incorrect tokens, the
-    inclusive τ 7 to 30 %. Watch ``reg/…/flagged_share``. Groups with no correct or no incorrect response are unchanged.
-    π is the distribution that sampling used: give the batch a ``poise.Head`` with its temperature and soft-capping.
+    **Ours**, because the paper does not specify it: a correct response is scored against the *other* correct responses
+    (with ``self_inclusive=True`` against all), so a group with a single correct response is unchanged; scores are sums
+    over the tokens of the correct responses, s̄⁺_i is a mean over the tokens of response i. These choices matter: if
+    correct and incorrect tokens have the same distribution, the exclusive τ flags about half of the incorrect tokens,
+    the inclusive τ 7 to 30 %. Monitor ``reg/…/flagged_share``. Groups with no correct or no incorrect response are
+    unchanged. π is the distribution that sampling used: pass a ``poise.Head`` with the same temperature and
+    soft-capping in the batch.
     """
 
     beta: float = 1.0
@@ -86,7 +87,7 @@ class NTHR(Scorer):
         return self._phases(batch, plan, (Scores(scores[row, column], at_first[right]), row, column))
 
     def _plan(self, batch: TokenBatch) -> _Plan:
-        """The groups that can be scored. The host waits for a GPU here and at the end of ``_fill``; never per group."""
+        """Find the groups that can be scored. The host waits for a GPU only here and at the end of ``_fill``."""
         assert batch.correct is not None
         correct, lengths = torch.stack([batch.correct.long(), batch.lengths]).tolist()
         groups = [rows for rows in batch.group_members() if len(rows) > 1]
@@ -142,7 +143,7 @@ class _Group(NamedTuple):
 class _Plan(NamedTuple):
     scored: list[_Group]
     groups: int  # the number of groups with at least two rows
-    wrong: int  # the number of tokens of their incorrect responses
+    wrong: int  # the number of tokens in the incorrect responses of these groups
 
 
 _Found = tuple[Scores, Tensor, Tensor]  # scores of some groups, and the rows and columns of their incorrect tokens
@@ -153,7 +154,7 @@ def _not_finite(groups: list[_Group], found: Scores) -> ValueError:
     positive = found.positive.split([len(group.right) for group in groups])
     parts = zip(groups, negative, positive, strict=True)
     rows = next(group.rows for group, *both in parts if not torch.cat(both).isfinite().all())
-    return ValueError(f"NTHR: the scores of the group of rows {rows} are not finite: look at hidden and head")
+    return ValueError(f"NTHR: the scores of the group of rows {rows} are not finite: check hidden and head")
 
 
 def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> _Found:

@@ -23,7 +23,7 @@ class Stare(Regulator):
     while the entropy is below 0.3; the variant for A < 0 is ``stare(side="negative", weight=0.9)``. **Ours:** the
     entropy is the old policy's mean entropy over the rollout batch; tokens are also chosen over the rollout batch, and
     ties at the cut are included. With ``max_entropy=None`` the weight applies at any entropy. ``weight=1`` or
-    ``share=0`` is GRPO exactly. KL is untouched.
+    ``share=0`` is GRPO exactly. The KL weights are 1.
     """
 
     weight: float = 1.1

@@ -4,13 +4,13 @@
 
 A regulator weights tokens before the update; a surrogate acts through the ratio r = π/π_old of the current policy. The
 weights multiply the surrogate's value, so every surrogate works with every regulator. With one optimizer step per batch
-r = 1, and all surrogates except ``lp-reg`` have the gradient of ``clip``, up to how tokens are averaged.
+r = 1, and all surrogates except ``lp-reg`` have the gradient of ``clip``, except for the average over tokens.
 docs/surrogates.md compares them.
 
-A surrogate sees one token. What it needs from other tokens (GSPO's sequence ratio, the tokens that KL-Cov and Lp-Reg
-choose) comes from a ``Survey``. The survey is computed from the mini-batch's current log-probabilities before the
-gradient and is constant in it, so the cut into micro-batches does not change the result. A survey does not depend on
-the phase.
+A surrogate sees one token. Data that depend on other tokens (GSPO's sequence ratio, the tokens that KL-Cov and Lp-Reg
+choose) come from a ``Survey``. The survey is computed from the mini-batch's current log-probabilities before the
+gradient, which treats it as a constant, so the split into micro-batches does not change the result. A survey does not
+depend on the phase.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts of every surrogate: the terms of a token, the survey of a mini-batch, and the clip."""
+"""Base classes for surrogates: the terms of a token, and the survey of a mini-batch. Also the clip."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from poise.objective_settings import Settings
 class Terms:
     """Everything that a token's loss depends on, except its current log-probability and entropy.
 
-    Each tensor is (B, T), or (n,) for selected tokens. The loss is a plain sum over tokens: the weights already contain
-    the average's divisor.
+    Each tensor is (B, T), or (n,) for selected tokens. The loss is a plain sum over tokens: the weights already include
+    the divisor of the average.
     """
 
     old_logp: Tensor
@@ -36,7 +36,7 @@ class Terms:
     target: Tensor | None = None
 
     def at(self, tokens: Tensor | slice, *, ref: bool = True) -> Terms:
-        """The terms of some tokens, by slice or by flat indices. ``ref=False`` drops ``ref_logp``."""
+        """Select tokens by slice or by flat indices. ``ref=False`` drops ``ref_logp``."""
         names = [item.name for item in fields(self) if ref or item.name != "ref_logp"]
         present = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if isinstance(tokens, slice):
@@ -46,20 +46,20 @@ class Terms:
         return Terms(**({"ref_logp": None} | dict(zip(present, selected, strict=True))))
 
     def log_ratio(self, logp: Tensor) -> Tensor:
-        """log(current / old) within ±20; 0 for tokens without weight, by ``where``, because 0 · inf would be NaN."""
+        """log(current / old), clamped to ±20; 0 for tokens without weight (``where``, because 0 · inf is NaN)."""
         return torch.where(self.policy > 0, logp - self.old_logp, 0.0).clamp(-20, 20)
 
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """What a surrogate computes from the current log-probabilities of a mini-batch. Each tensor is (B, T)."""
+    """A surrogate's data from the current log-probabilities of a mini-batch. Each tensor is (B, T)."""
 
     sequence: Tensor | None = None  # GSPO: the mean log-ratio of the token's response
     chosen: Tensor | None = None  # KL-Cov, Lp-Reg: 1 for the tokens with the additional term, else 0
     target: Tensor | None = None  # Lp-Reg: the log-probability to which chosen tokens are pulled; 0 elsewhere
 
     def rows(self, ix: Rows) -> Survey:
-        """The survey restricted to some rows, to go with ``TokenBatch.rows``."""
+        """Return the rows ``ix`` of the survey, to match ``TokenBatch.rows``."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return Survey(**{name: None if value is None else value[ix] for name, value in values.items()})
 
@@ -80,7 +80,7 @@ class Surrogate(ABC):
         return none, none
 
     def survey(self, logp: Tensor, batch: TokenBatch) -> Survey:  # noqa: ARG002
-        """The survey of a mini-batch, from its current log-probabilities (B, T)."""
+        """Compute the survey of a mini-batch from its current log-probabilities (B, T)."""
         return Survey()
 
     @property
@@ -111,7 +111,7 @@ class Clip(Surrogate):
         return clipped(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high, self.dual_clip)
 
     def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:
-        """Where the clip removes the gradient."""
+        """Two masks: the tokens whose gradient the clip removes."""
         return outside(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high)
 
 
@@ -137,7 +137,7 @@ def outside(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> t
 
 
 def one(values: Tensor) -> Tensor:
-    """1, with the gradient of ``values``: π/sg[π] of a log-probability."""
+    """Return 1 with the gradient of ``values``: π/sg[π] for log-probabilities."""
     return (values - values.detach()).exp()
 
 
@@ -148,5 +148,5 @@ def check_switch(owner: str, name: str, value: bool) -> None:
 
 
 def limit(value: float | None) -> float:
-    """An upper bound; None is infinity."""
+    """Return an upper bound as a number: infinity for None."""
     return inf if value is None else value

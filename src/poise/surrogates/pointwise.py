@@ -35,7 +35,7 @@ class Cispo(Surrogate):
         return log_ratio.detach().exp().clamp(self.low, limit(self.high)) * parts.advantages * one(log_ratio)
 
     def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:
-        """Where the ratio is out of bounds; these tokens keep a gradient."""
+        """Two masks: the tokens whose ratio is out of bounds. They keep their gradient."""
         ratio = parts.log_ratio(logp).exp()
         return ratio < self.low, ratio > limit(self.high)
 
@@ -64,7 +64,7 @@ class Sapo(Surrogate):
 
     @property
     def aggregation(self) -> str | None:
-        """The mean over sequences."""
+        """The mean over sequences, unless ``sequence_mean`` is False."""
         return SEQUENCE_MEAN if self.sequence_mean else None
 
 

@@ -18,8 +18,8 @@ class Gspo(Surrogate):
 
     Paper: arXiv 2507.18071; the bounds 3e-4 and 4e-4 (distances from 1) and the mean over sequences are the authors'.
     The gradient goes through ``sg[s]·π/sg[π]``, as in verl, so that each token can have its own weight (sg stops the
-    gradient). s is computed over all response tokens, whatever their weight, and is clipped at 1 − ``clip_low`` and
-    1 + ``clip_high``. ``sequence_mean=False`` keeps ``objective.aggregation``.
+    gradient). s is computed over all response tokens, including tokens with weight 0, and is clipped at
+    1 − ``clip_low`` and 1 + ``clip_high``. ``sequence_mean=False`` keeps ``objective.aggregation``.
     """
 
     clip_low: float = 3e-4
@@ -52,7 +52,7 @@ class Gspo(Surrogate):
 
     @property
     def aggregation(self) -> str | None:
-        """The mean over sequences."""
+        """The mean over sequences, unless ``sequence_mean`` is False."""
         return SEQUENCE_MEAN if self.sequence_mean else None
 
 
@@ -60,9 +60,10 @@ class Gspo(Surrogate):
 class KlCov(Surrogate):
     """``r·A`` without a clip, minus ``coef·|log r|`` for the tokens whose advantage and log-probability covary most.
 
-    Paper: arXiv 2505.22617. As in verl's ``kl_cov``, these are the top 0.02 % (``share``, at least one token) by
-    ``(A − mean A)·(log π − mean log π)``, and the coefficient is 0.1. **Ours:** they are chosen over the mini-batch,
-    among the tokens with A ≠ 0; the means are over all its response tokens. ``share=0`` or ``coef=0`` is r·A exactly.
+    Paper: arXiv 2505.22617. As in verl's ``kl_cov``, the chosen tokens are the top 0.02 % (``share``, at least one
+    token) by ``(A − mean A)·(log π − mean log π)``, and the coefficient is 0.1. **Ours:** tokens are chosen over the
+    mini-batch, among those with A ≠ 0; the means are over all response tokens of the mini-batch. ``share=0`` or
+    ``coef=0`` is r·A exactly.
     """
 
     share: float = 0.0002
@@ -89,16 +90,17 @@ class KlCov(Surrogate):
 
 @dataclass(frozen=True)
 class LpReg(Surrogate):
-    """Pulls the least probable tokens with A < 0 towards the filtered old policy, so that they survive.
+    """Pull the least probable tokens with A < 0 towards the filtered old policy, so that they stay possible.
 
-    The filtered old policy leaves out tokens less likely than ``min_p`` (0.02) times the likeliest and renormalises the
+    The filtered old policy removes tokens less likely than ``min_p`` (0.02) times the likeliest and renormalises the
     others. Paper: arXiv 2510.03222; defaults and the order of the two choices are from the authors' code. First choose
     the 1 % (``share``) of the tokens with A < 0 that have the lowest log π; of these, keep the tokens that are less
-    likely now than under the filtered old policy. They add ``coef`` times k3 to the loss. The rest is a clip with ratio
-    bounds 0 and 10 (``clip_low`` 1, ``clip_high`` 9). **Ours:** tokens are chosen over the mini-batch; the share is
-    rounded down, even to one token, where the authors choose none. ``share=0`` or ``coef=0`` is that clip exactly.
+    likely now than under the filtered old policy. These tokens add ``coef`` times k3 to the loss. The other term of the
+    surrogate is a clip with ratio bounds 0 and 10 (``clip_low`` 1, ``clip_high`` 9). **Ours:** tokens are chosen over
+    the mini-batch; the share is rounded down, and if one token remains, it is chosen (the authors' code chooses none).
+    ``share=0`` or ``coef=0`` is that clip exactly.
 
-    The batch needs ``min_p_logp``. For it, the trainer makes one more scoring pass with the old weights before the
+    The batch needs ``min_p_logp``. The trainer computes it by one more scoring pass with the old weights, before the
     update.
     """
 
@@ -135,7 +137,7 @@ class LpReg(Surrogate):
         return value - self.coef * parts.chosen * k3(gap)
 
     def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:
-        """Where the clip removes the gradient."""
+        """Two masks: the tokens whose gradient the clip removes."""
         return outside(parts.log_ratio(logp), parts.advantages, self.clip_low, self.clip_high)
 
 
