@@ -101,6 +101,27 @@ def test_runs_are_not_blamed_for_the_death_of_their_server(runs, endless, tmp_pa
         wait(runs)
 
 
+class Refused:
+    """A process whose server refuses the first connections."""
+
+    tries = 0
+
+    def start(self):
+        self.tries += 1
+        if self.tries < 3:
+            raise ConnectionRefusedError
+
+
+def test_a_server_that_has_just_died_is_waited_for(monkeypatch):
+    monkeypatch.setattr(processes.time, "sleep", lambda _: None)
+    process = Refused()
+    processes._start(process)
+    assert process.tries == 3
+    monkeypatch.setattr(processes, "TRIES", 1)
+    with pytest.raises(ConnectionRefusedError):
+        processes._start(Refused())
+
+
 @linux
 @pytest.mark.slow
 def test_runs_are_forked_from_a_process_of_one_thread(runs, config, tmp_path):

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
@@ -24,6 +25,7 @@ from poise.training.config.schema import Config
 from poise.training.resume import TrainError
 
 MOST_LOSSES = 3  # deaths of the server, which does so little that it should never die
+TRIES = 50  # to reach a new server, a tenth of a second apart
 SERVER_DIED = 255  # multiprocessing's exit code for a process whose server has died
 # NVIDIA's MPS lets processes use one GPU at the same time instead of in turns, which is faster.
 CONTROL = "nvidia-cuda-mps-control"
@@ -58,7 +60,7 @@ class Processes:
         process = self._context.Process(target=worker.main, args=arguments)
         try:
             with _safe_path():
-                process.start()  # waits for the server's imports, before the run's time starts
+                _start(process)  # waits for the server's imports, before the run's time starts
         except (OSError, EOFError) as error:
             raise TrainError("the process that starts runs has ended: see its output above") from error
         self._running[number] = process
@@ -91,6 +93,15 @@ class Processes:
         for process in self._running.values():
             process.join()
         self._running.clear()
+
+
+def _start(process: multiprocessing.context.ForkServerProcess) -> None:
+    """Start a process. If the server has just died, the system may list it for a moment more: then try again."""
+    for _ in range(TRIES):
+        with suppress(ConnectionRefusedError):
+            return process.start()
+        time.sleep(0.1)
+    return process.start()
 
 
 @contextmanager
