@@ -367,12 +367,12 @@ def test_short_forms_expand(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data=q", "task.name=kk"], "data=q means task.name=data, but task.name=kk is given too: leave one"),
+        (["data=q", "task.name=kk"], "data=q means task.name=data, but task.name=kk is also set: remove one"),
         (
             ["environment=e.py:E", "task.name=data"],
             "environment=e.py:E means task.name=environment, but task.name=data",
         ),
-        (["data=q", "task.file=r"], "data is short for task.file, and both are given: leave one of them out"),
+        (["data=q", "task.file=r"], "data is short for task.file, and both are set: remove one of them"),
         (["reward=math"], "task 'kk' scores responses itself and has no setting reward; reward= goes with data=FILE"),
     ],
 )

@@ -370,7 +370,7 @@ def test_folders_and_files_that_are_something_else(trained, tmp_path, monkeypatc
     (tmp_path / "cmp" / "plan.json").touch()
     for args, message in (
         (["train", "--resume", tmp_path / "cmp"], "is the folder of a comparison, which the command that began it"),
-        (["compare", tmp_path / "cmp"], "this one is a comparison's; the command that began it continues it"),
+        (["compare", tmp_path / "cmp"], "this folder belongs to a comparison; to continue it, run its command again"),
         (["eval", "."], ".: this folder has no config.json, so it is not a transformers model; runs there: trained"),
         (["eval", "trained/checkpoints"], "this folder has no config.json"),
         (["eval", "trained/checkpoints/step-000009"], "there is no such folder"),

@@ -141,7 +141,7 @@ def test_a_run_records_its_revision(tmp_path):
 
 
 def test_a_folder_has_no_revision(tmp_path):
-    assert "only models on the hub have revisions, and model=embedded is here" in refused("revision=v2")
+    assert "only models on the hub have revisions, and model=embedded is local" in refused("revision=v2")
     assert "only models on the hub" in refused("revision=v2", f"model={tmp_path}")
     (tmp_path / "a@b").mkdir()
     assert split_revision(str(tmp_path / "a@b")) == (str(tmp_path / "a@b"), None)

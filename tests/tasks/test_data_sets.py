@@ -162,7 +162,7 @@ def test_a_mistyped_key_of_data_is_answered():
     data = [f"data={GSM8K}", "reward=number"]
     assert "unknown key of data 'confg'; did you mean 'config'?" in refused(*data, "data.confg=main")
     assert "['main', 'socratic']" in refused(*data)
-    assert "data is short for task.file, and both are given" in refused("data.name=a.jsonl", "task.file=b.jsonl")
+    assert "data is short for task.file, and both are set" in refused("data.name=a.jsonl", "task.file=b.jsonl")
     listed = "data=[{name: a.jsonl, wieght: 2}, {name: b.jsonl}]"
     assert "unknown setting of a data set 'wieght'; did you mean 'weight'?" in refused(listed, "reward=exact")
     assert "weight must be between" in refused("data=[{name: a.jsonl, weight: 0}, b.jsonl]", "reward=exact")

@@ -85,7 +85,7 @@ def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
         ("task.file={}", "task: kk: file must be text or null, got {}"),
         ("regulator=[ar, lopti]", "regulator = ['ar', 'lopti']: must be text: a method, or several joined by |, such"),
         ("algorithm=[1]", "algorithm = [1]: must be text: a name such as grpo"),
-        ("advantage=[1]", "advantage = [1]: must be text: a name such as group-zscore, or a function of your own"),
+        ("advantage=[1]", "advantage = [1]: must be text: a name such as group-zscore, or your own function"),
         ("run=3", "run = 3: must be text: a folder; a number goes in quotes: run='\"3\"'"),
         ("run={}", "run = {}: must be text: a folder"),
         ("model=''", "model = '': must not be empty"),

@@ -1,1 +1,1 @@
-"""The parts of a training step; also evaluation, checkpoints and interrupts."""
+"""The modules of a training step; also evaluation, checkpoints and interrupts."""

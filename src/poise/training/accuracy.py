@@ -1,4 +1,4 @@
-"""Accuracy from samples: avg@k, pass@k and maj@k, each with a confidence interval, without tensors.
+"""Compute avg@k, pass@k and maj@k from samples, each with a confidence interval, without tensors.
 
 The sampling unit is the *problem*. Samples of one problem share its difficulty: counting them as independent would make
 intervals too narrow, and more samples of the same problems say nothing about other problems.
@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 Interval = tuple[float, float]
 LOST = ("cut_off", "unreadable")  # the summary's counts of samples that were cut off or unreadable
-MUCH = 1 / 3  # from this share of a change in accuracy on, ``much`` reports the effect of lost answers
+MUCH = 1 / 3  # ``much`` reports lost answers if they explain at least this share of a change in accuracy
 BY_DIFFICULTY = ", difficulty "  # separates measure and difficulty in the row names of a summary
 
 
@@ -30,7 +30,7 @@ class ProblemResult:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """An unbiased estimate of the chance that at least one of k samples is correct; c of the n ≥ k samples are correct.
+    """Estimate, without bias, the chance that at least one of k samples is correct, if c of n ≥ k samples are correct.
 
     ``1 − C(n − c, k) / C(n, k)`` is the share of the k-subsets that contain a correct sample (arXiv 2107.03374). The
     plug-in estimate ``1 − (1 − c/n)^k`` is biased downwards.
@@ -39,7 +39,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> Interval:
-    """The confidence interval of a mean of one value in [0, 1] per problem, such as its share of correct samples.
+    """The confidence interval of a mean over problems, with one value in [0, 1] per problem.
 
     This is the exact interval at the effective number of problems (Korn and Graubard, 1998). A value in [0, 1] with
     mean m has at most the variance m·(1 − m) of a binary value. Averaging over samples reduces the variance by a factor
@@ -59,7 +59,7 @@ def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> In
 
 
 def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interval:
-    """The confidence interval of the mean change of problems measured before and after; each change is in [−1, 1].
+    """The confidence interval of the mean change over problems. Each change, after minus before, is in [−1, 1].
 
     This is Student's interval with two extra problems: one changed up, one down, by the largest observed change. With
     changes of ±1 it excludes 0 where the exact sign test does; the plain interval excludes 0 too often
@@ -80,7 +80,10 @@ def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interv
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """The mean changes of avg@k, greedy accuracy and pass@k, from two models' ``Evaluation.by_problem``."""
+    """The mean changes of avg@k, greedy accuracy and pass@k, from two models' ``Evaluation.by_problem``.
+
+    The result is empty if the two models were evaluated on different problems or with a different k.
+    """
     k = after["samples"]
     if before["samples"] != k or before["problems"] != after["problems"]:
         return {}
@@ -102,9 +105,9 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, di
 
 
 def much(old: float, new: float, lost_old: float, lost_new: float) -> str:
-    """Text: how much of a change in accuracy comes from answers that are cut off or unreadable; empty below ``MUCH``.
+    """Describe how much of a change in accuracy comes from cut-off or unreadable answers; empty below ``MUCH``.
 
-    Accuracy is the share of whole, readable answers times the share of these that is right. ``lost_old`` and
+    Accuracy is the share of complete, readable answers times the accuracy among these answers. ``lost_old`` and
     ``lost_new`` are the shares of answers that were cut off or unreadable.
     """
     sides = ((old, lost_old), (new, lost_new))
@@ -126,10 +129,10 @@ def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
 
 
 def summarise(results: Sequence[ProblemResult], k: int, level: float = 0.95) -> dict[str, Any]:
-    """avg@k, pass@k and maj@k with their intervals, over all problems and by difficulty.
+    """Compute avg@k, pass@k and maj@k with their intervals, over all problems and by difficulty.
 
     Returns ``{"overall": summary, "difficulty": {"3": summary, …}}``, where a summary is ``{"problems": n, "avg@4":
-    {"value": …, "low": …, "high": …}, "pass@4": …, "maj@4": …}``. Difficulties are sorted, numbers by value.
+    {"value": …, "low": …, "high": …}, "pass@4": …, "maj@4": …}``. Difficulties are sorted, integers by value.
 
     Every problem needs at least k samples. avg@k and pass@k use all of them, maj@k the first k. maj@k is missing if a
     problem has no answers or a correct sample has none, because then votes cannot be counted.
@@ -178,13 +181,13 @@ def exact_interval(mean: float, n: float, level: float = 0.95) -> Interval:
 
 
 def lost_shares(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The shares of samples that were cut off, and that ended without a readable answer; unknown shares are missing."""
+    """The share of samples that were cut off, and the share without a readable answer. Unknown shares are omitted."""
     count = summary["n"] * summary["samples"]
     return {name: summary[name] / count for name in LOST if type(summary.get(name)) is int and count}
 
 
 def without_repeats(table: dict[str, Any]) -> dict[str, Any]:
-    """The rows to show, without pass@1 and maj@1, which repeat avg@1, and without difficulties if there is only one."""
+    """Drop the rows pass@1 and maj@1, which repeat avg@1, and the difficulty rows if there is only one difficulty."""
     parts = {name: name.partition(BY_DIFFICULTY) for name in table}
     single = len({difficulty for *_, difficulty in parts.values()} - {""}) < 2
     repeats = {name for name, part in parts.items() if part[0] in ("pass@1", "maj@1") or (single and part[2])}

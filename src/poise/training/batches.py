@@ -39,11 +39,11 @@ NO_SPREAD = 1e-6  # smaller differences, such as 0.1 + 0.2 − 0.3, vanish in th
 def drop_failed(
     samples: Sequence[Trajectory], advantage: str | Estimate = ADVANTAGE
 ) -> tuple[list[Trajectory], dict[str, float]]:
-    """The samples that have a score, and the number of failures as a metric. The list is empty if no reward applies.
+    """Return the samples with a score, and the number of failures as a metric. The list is empty if no reward applies.
 
-    If ``advantage`` compares within groups, a sample that failures have left alone in its group is dropped too. Rare
-    failures, such as a reward function that hangs, must not end a run; frequent ones would bias training, so they raise
-    an error.
+    If ``advantage`` compares within groups, also drop a sample that failures have left alone in its group. Rare
+    failures, such as a reward function that hangs, must not end a run; frequent failures would bias training, so they
+    raise TaskError.
     """
     failures = [sample for sample in samples if sample.score.failed not in (None, NO_REWARD)]
     if len(failures) > max(1, MOST_FAILED * len(samples)):
@@ -59,9 +59,9 @@ def drop_failed(
 
 
 def _in_groups(before: Sequence[Trajectory], after: list[Trajectory]) -> list[Trajectory]:
-    """``after`` without samples that have become the only one in their group, because they cannot be compared.
+    """Drop samples from ``after`` that are now alone in their group: there is no other sample to compare them with.
 
-    A sample whose advantage is set stays, because it is not compared.
+    A sample with a preset advantage stays, because it needs no comparison.
     """
     compared = ([sample for sample in samples if sample.advantage is None] for samples in (before, after))
     sizes_before, sizes = (Counter(sample.group for sample in samples) for samples in compared)
@@ -87,16 +87,16 @@ def make_batch(
     min_p: float | None = None,
     micro_tokens: int | None = None,
 ) -> TokenBatch:
-    """The ``TokenBatch`` of these trajectories, on the policy's device.
+    """Build the ``TokenBatch`` of these trajectories on the policy's device.
 
-    ``recompute`` takes the old log-probabilities from a forward pass of the policy, and moves the sampler's to
-    ``sampler_logp``. Use it if the sampler had other weights or computes differently. ``reference`` is the model of the
-    KL term. ``min_p`` adds log-probabilities under the min-p-filtered policy, which takes one more pass, for the
-    surrogate lp-reg.
+    With ``recompute``, a forward pass of the policy computes the old log-probabilities, and the sampler's
+    log-probabilities move to ``sampler_logp``. Use it if the sampler had other weights or computes differently.
+    ``reference`` is the model of the KL term. ``min_p`` adds log-probabilities under the min-p-filtered policy, for the
+    surrogate lp-reg; this takes one more pass.
 
     ``hidden`` adds the head and a function that returns the hidden states (n, T, d) of given rows, for regulators that
-    need them. The pass of ``recompute`` stores the states of groups with correct and incorrect responses, if they fit;
-    for other rows the function runs a forward pass.
+    read hidden states. The pass of ``recompute`` stores the states of groups with both correct and incorrect responses,
+    if memory allows; for other rows the function runs a forward pass.
     """
     if not recompute:
         trajectories = _scored(trajectories, policy, temperature, micro_tokens)
@@ -122,7 +122,7 @@ def make_batch(
 def _scored(
     trajectories: Sequence[Trajectory], policy: Policy, temperature: float, micro_tokens: int | None
 ) -> list[Trajectory]:
-    """The trajectories; those without log-probabilities get the policy's log-probabilities and entropies."""
+    """Add the policy's log-probabilities and entropies to the trajectories that have no log-probabilities."""
     unscored = [each for each in trajectories if each.logp is None]
     if not unscored:
         return list(trajectories)
@@ -164,7 +164,7 @@ def _check_finite(logp: Tensor) -> None:
 
 
 def _compared(trajectories: Sequence[Trajectory]) -> list[int]:
-    """The rows of groups with both correct and incorrect responses, group after group."""
+    """The rows of groups with both correct and incorrect responses, ordered by group."""
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(group_numbers([each.group for each in trajectories])):
         groups.setdefault(group, []).append(row)
@@ -173,7 +173,7 @@ def _compared(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def _reward_dtype(rewards: Sequence[float], groups: Sequence[int]) -> torch.dtype:
-    """float64 if float32 would lose differences of rewards, because rewards are large or close within a group."""
+    """float64 if float32 would round away differences between rewards that are large, or close within a group."""
     by_group: dict[int, list[float]] = {-1: [*rewards]}  # −1: all rewards together
     for group, reward in zip(groups, rewards, strict=True):
         by_group.setdefault(group, []).append(reward)
@@ -195,7 +195,7 @@ def group_numbers(groups: Sequence[Hashable]) -> list[int]:
 def without_consolidated(
     samples: Sequence[Trajectory], phases: Sequence[Phase], batch: TokenBatch, rows: Rows = slice(None)
 ) -> tuple[list[Phase], TokenBatch]:
-    """The phases and the batch without consolidated rows, which were not sampled in this form, for summaries.
+    """Drop consolidated rows from the phases and the batch for summaries: they were not sampled in this form.
 
     ``rows`` are the rows of the batch that the phases cover.
     """
@@ -215,7 +215,7 @@ def _advantages(trajectories: Sequence[Trajectory], batch: TokenBatch, estimate:
     rewards, groups = batch.rewards, batch.groups
     assert rewards is not None
     assert groups is not None
-    rest: dict[str, list[int]] = {}  # rows to normalise together
+    rest: dict[str, list[int]] = {}  # rows without a preset advantage; each list is normalised together
     for row, each in enumerate(trajectories):
         if each.advantage is None:
             rest.setdefault("" if estimate.within_groups else each.role, []).append(row)
@@ -235,7 +235,7 @@ def _advantages(trajectories: Sequence[Trajectory], batch: TokenBatch, estimate:
 
 
 class Regulated(NamedTuple):
-    """The input of the update: some ``rows`` of the batch, and their phases."""
+    """The input of the update: the selected ``rows`` of the batch, and their phases."""
 
     rows: Rows
     batch: TokenBatch  # only these rows
@@ -270,9 +270,9 @@ def phases_of(
 
 
 def groups_with_spread(samples: Sequence[Trajectory]) -> tuple[list[int], int]:
-    """The rows that remain without groups of equal rewards, and the number of these groups.
+    """Return the rows outside groups with equal rewards, and the number of groups with equal rewards.
 
-    A row whose advantage is set stays, and so does the only row of a group.
+    Rows with a preset advantage stay, and so do rows that are alone in their group.
     """
     rewards: dict[Hashable, list[float]] = {}
     for sample in samples:

@@ -139,7 +139,7 @@ def load_trained(config: Config, folder: RunFolder) -> Policy:
         starting_weights(config, folder),
         lora=config.lora,
         seed=derived_seed(config.seed, 0),
-        # Kernels are compiled for the first sizes that occur, which are others in a resumed run.
+        # Kernels are compiled for the first sizes that occur, and a resumed run starts with different sizes.
         compiled=bool(config.compile) if config.deterministic else config.compile,
         tokens=config.tokens_left(*folder.progress()),
         **config.loading,
@@ -165,10 +165,10 @@ def build_sampler(config: Config, policy: Policy, note: Callable[[str], None], *
 
 
 def check_beginning(task: Task, policy: Policy, prefill: str, note: Callable[[str], None]) -> None:
-    """Refuse a prefill or reward that opens ``<think>`` again; report a chat template without a generation prompt."""
+    """Refuse a prefill or reward that opens ``<think>`` again; note a chat template without a generation prompt."""
     tag = opened(policy.tokenizer)
     if tag and "<think>" in prefill:
-        raise TaskError(f"task.prefill={prefill!r}: the model's chat template opens <think> already: leave the tag out")
+        raise TaskError(f"task.prefill={prefill!r}: the model's chat template opens <think> already: remove the tag")
     rewards = task.rewards.specs if isinstance(task, Data) else []
     if "<think>" in tag + prefill and any(getattr(spec.reward, "opened", False) for spec in rewards):
         raise TaskError("format(opened=True): the replies that rewards read already begin with <think>: remove opened")
@@ -209,7 +209,7 @@ def check_data(task: Task, policy: Policy, max_prompt: int, note: Callable[[str]
 def recomputed(config: Config, policy: Policy, note: Callable[[str], None]) -> bool:
     """Whether make_batch must compute old log-probabilities, because the settings ask for it or the surrogate needs it.
 
-    With vLLM this is False: its engine has already scored each response with the policy (``VllmEngine``).
+    With vLLM this is False: ``VllmEngine`` has already scored each response with the policy.
     """
     if config.rollout.engine == "vllm":
         return False

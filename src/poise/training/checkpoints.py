@@ -1,8 +1,8 @@
 """Checkpoints: weights, optimizer state, and the ``State`` of the run, in ``progress.json`` and ``memory.json``.
 
-The optimizer's state is stored as named tensors in safetensors, not in pickle; AdamW's are ``step/PARAM``,
-``exp_avg/PARAM`` and ``exp_avg_sq/PARAM``. A parameter that never had a gradient has no state. Learning rates and other
-settings are not stored: they follow from the config and the step.
+The optimizer's state is stored as named tensors in safetensors, not in pickle; AdamW's tensors are named
+``step/PARAM``, ``exp_avg/PARAM`` and ``exp_avg_sq/PARAM``. A parameter that never had a gradient has no state. Learning
+rates and other settings are not stored: they follow from the config and the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TABLES = {"qmap1", "qmap2"}  # tables of 8-bit codes: constants that all paramet
 
 
 class Checkpoints:
-    """The checkpoints of one run. One is due every ``every`` steps (0: only at the end)."""
+    """The checkpoints of one run, due every ``every`` steps (0: only at the end)."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Checkpoints:
         self.weights_of: int | None = 0  # the step of the current weights; None during an update
 
     def size(self, moment_bytes: float) -> int:
-        """The bytes of one checkpoint: the model, the float32 weights, and the optimizer's two moments."""
+        """The size of one checkpoint in bytes: the model, the float32 weights, and the optimizer's two moments."""
         saved = (value for value in self.policy.model.parameters() if value.requires_grad)  # with LoRA: adapters
         model: int = sum(value.numel() * value.element_size() for value in saved)
         trained = sum(value.numel() for value in self.master_weights.parameters.values())

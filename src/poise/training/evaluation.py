@@ -15,7 +15,7 @@ from poise.training.accuracy import BY_DIFFICULTY, ProblemResult, lost_shares, s
 from poise.training.config.schema import Config
 
 CHUNK = 64  # problems per call of the sampler, and per progress report
-GPU_RESPONSES = 1024  # responses per call on a GPU, if that is more: a GPU decodes many as fast as a few
+GPU_RESPONSES = 1024  # on a GPU, a call may have this many responses: a GPU decodes many as fast as a few
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Evaluation:
     attempts: Sequence[Trajectory] = ()  # all samples
 
     def summary(self) -> dict[str, Any]:
-        """The entry in ``summary.json``. ``accuracy`` is avg@k.
+        """Return the evaluation's entry in ``summary.json``. ``accuracy`` is avg@k.
 
-        If it rises but ``greedy`` does not, the model only sharpened.
+        If ``accuracy`` rises but ``greedy`` does not, training has only sharpened the model's distribution.
         """
         sampled, greedy = summarise(self.sampled, self.samples), summarise(self.greedy, 1)
         average = sampled["overall"][f"avg@{self.samples}"]
@@ -74,12 +74,12 @@ class Evaluation:
         return {"samples": self.samples, "problems": self.problems, "correct": right, "greedy": greedy}
 
     def metrics(self) -> dict[str, float]:
-        """The metrics ``eval/{task}/…`` of a step."""
+        """Return the metrics ``eval/{task}/…``."""
         return summary_metrics(self.task, self.summary())
 
 
 def summary_metrics(task: str, summary: dict[str, Any]) -> dict[str, float]:
-    """``Evaluation.metrics``, computed from the summary of an evaluation."""
+    """Compute ``Evaluation.metrics`` from an evaluation's summary."""
     named = {name.replace(BY_DIFFICULTY, "/"): row["value"] for name, row in summary["table"].items()}
     return {f"eval/{task}/{name}": value for name, value in {**named, **lost_shares(summary)}.items()}
 
@@ -93,10 +93,10 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     held_out_problems: Sequence[Problem] | None = None,
 ) -> Evaluation:
-    """Sample ``samples`` responses and one greedy response to each of a seed's first ``problems`` held-out problems.
+    """Sample ``samples`` responses and one greedy response to each of ``problems`` held-out problems.
 
-    The same seed gives the same problems and random numbers, which makes two policies comparable. Pass
-    ``held_out_problems`` if you have drawn the problems already.
+    The seed determines the problems and the random numbers: evaluate two policies with the same seed to compare them.
+    Pass ``held_out_problems`` if you have already drawn the problems.
     """
     sampler = sampler.at()
     test_problems = held_out_problems
@@ -142,7 +142,7 @@ def held_out(
     problems: Sequence[Problem] | None = None,
     seed: int | None = None,
 ) -> Evaluation:
-    """``evaluate`` with the settings of a run, for the trainer and for ``poise eval``."""
+    """Evaluate with the settings of a run; see ``evaluate``."""
     settings = config.evaluation
     sampling = replace(sampler.sampling, temperature=config.test_temperature)
     return evaluate(
@@ -156,7 +156,7 @@ def held_out(
 
 
 def _unreadable(samples: Sequence[Trajectory]) -> int | None:
-    """How many samples ended without a readable answer; None if a correct sample has no answer."""
+    """Count the samples that ended without a readable answer. Return None if a correct sample has no answer."""
     if any(sample.score.correct and sample.score.answer is None for sample in samples):
         return None
     return sum(sample.finished and sample.score.answer is None for sample in samples)

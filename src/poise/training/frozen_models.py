@@ -74,7 +74,7 @@ class FrozenEngine:
 
     @property
     def policy(self) -> Policy:
-        """The model. It computes with the frozen weights while this engine samples."""
+        """The policy object of the frozen model. While this engine samples, it computes with the frozen weights."""
         return self.frozen.policy
 
     def sample(
@@ -86,9 +86,9 @@ class FrozenEngine:
 
 
 class FrozenModels:
-    """The frozen models of a run: the algorithm's and, with ``reference``, the KL term's.
+    """The frozen models of a run: the algorithm's models and, with ``reference``, the KL term's reference model.
 
-    ``start`` is the model with which the run started, if that is not the config's model.
+    Pass ``start``, the model from which the run started, if it is not the config's model.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class FrozenModels:
         return self.by_source[START]
 
     def sizes(self) -> dict[str, Any]:
-        """The number of parameters of the policy, and of each model that the algorithm asks for, by name."""
+        """The parameter counts of the policy and, by name, of each model that the algorithm uses."""
         others = {name: self.by_source[source].parameters for name, source in self.models.items()}
         return {"parameters": Frozen(self.policy).parameters, "parameters_of": others}
 
     def add_to(self, sampler: Sampler) -> Sampler:
-        """The sampler with a sampler in ``others`` for each of the algorithm's models, with the same task and settings.
+        """Add a sampler to ``sampler.others`` for each of the algorithm's models, with the same task and settings.
 
-        This also calls the algorithm's ``check``, which may refuse these models or this task before training.
+        Return the new sampler. Also call the algorithm's ``check``, which may reject the models or the task.
         """
         others = {name: self._sampler(name, self.by_source[source], sampler) for name, source in self.models.items()}
         for name, (server, own) in getattr(self.algorithm, "servers", {}).items():
@@ -173,8 +173,8 @@ class FrozenModels:
             raise ModelError(f"{name} = {source!r}: {error}") from error
         except torch.OutOfMemoryError as error:
             raise ModelError(
-                f"{name}: the frozen weights of {self._name(source)} do not fit into the memory beside the policy: use "
-                "lora.rank=…, with which the starting weights need no second copy, or a smaller model"
+                f"{name}: the frozen weights of {self._name(source)} do not fit into memory next to the policy: use "
+                "lora.rank=…, which needs no second copy of the starting weights, or a smaller model"
             ) from error
         policy.model.requires_grad_(False)
         return Frozen(policy)
@@ -184,7 +184,7 @@ class FrozenModels:
         return self.checkpoints.get(source) or (self.start if source == START else source)
 
     def _describe(self, source: str, shared: str | None) -> str:
-        """Text: the model and its weights' memory. ``shared`` names the user that has already loaded the model."""
+        """Describe the model and the memory for its weights. ``shared`` names the user that has loaded the model."""
         frozen = self.by_source[source]
         what = f"the run's starting weights ({self._name(source)})" if source == START else self._name(source)
         if frozen.adapter:
@@ -195,16 +195,16 @@ class FrozenModels:
 
 
 def starting_weights(config: Config, folder: RunFolder) -> str:
-    """What to load at the start of a run: ``model``. With LoRA, if ``model`` is a run: the folder of its checkpoint.
+    """The model to load at the start of a run. With LoRA, if ``config.model`` is a run: the folder of its checkpoint.
 
-    The checkpoint is the newest one at the time when this run began. A resumed run with LoRA needs the same base
-    weights again, because its own checkpoints contain only the adapter.
+    The checkpoint is the newest one at the time this run began. A resumed run with LoRA needs the same base weights
+    again, because its own checkpoints contain only the adapter.
     """
     return _checkpoints(config.model, [START] if config.lora else [], folder).get(START, config.model_name)
 
 
 def _checkpoints(start: str, sources: Iterable[str], folder: RunFolder | None) -> dict[str, str]:
-    """The newest checkpoint of each source that is a run folder, at the time when this run began.
+    """The newest checkpoint of each source that is a run folder, at the time this run began.
 
     The paths are saved in this run's ``models.json``, so that a resumed run loads the same weights even if the other
     run has continued.

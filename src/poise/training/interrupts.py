@@ -1,4 +1,4 @@
-"""Signals request a stop: a step finishes and is saved; an evaluation ends at once. A second Ctrl-C ends both at once.
+"""Signals request a stop: a step finishes and is saved; an evaluation ends at once. A second Ctrl-C ends both.
 
 ``kill`` and schedulers send SIGTERM; a terminal that closes sends SIGHUP; batch systems send SIGUSR1, SIGUSR2 and
 SIGXCPU shortly before the time limit.
@@ -18,7 +18,7 @@ SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name)
 
 
 class Stopper:
-    """A context in which these signals only set ``requested``; within ``at_once`` they also interrupt."""
+    """A context in which these signals only set ``requested``; within ``at_once`` they also raise KeyboardInterrupt."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.note, self.requested = note, False
@@ -63,4 +63,4 @@ class Stopper:
         self.requested = True
         if self._at_once:
             raise KeyboardInterrupt
-        self.note("stopping after the step under way; press Ctrl-C again to stop at once")
+        self.note("stopping after the current step; press Ctrl-C again to stop at once")

@@ -17,7 +17,7 @@ from poise.training.config.groups import LoraConfig
 from poise.training.config.schema import Config
 from poise.training.frozen_models import START
 
-FEWEST_RESPONSE = 64  # tokens: no advice suggests a shorter limit
+FEWEST_RESPONSE = 64  # tokens: the advice never suggests a shorter limit
 
 
 def repeatable(config: Config) -> AbstractContextManager[None]:
@@ -51,7 +51,7 @@ def bound_passes(policy: Policy, memory: Footprint, micro_tokens: int | None, no
 
 
 def smaller_footprints(config: Config, name: str) -> Iterator[tuple[str, Footprint | None]]:
-    """Changes of settings that save memory, each with the memory that training would then take."""
+    """Yield changes of settings that save memory, each with the memory forecast after the change."""
     if config.lora is None:
         adapter = config.model_copy(update={"lora": LoraConfig()})
         yield "train an adapter, lora.rank=16", footprint(adapter, name, passes=True)
@@ -70,7 +70,7 @@ def smaller_footprints(config: Config, name: str) -> Iterator[tuple[str, Footpri
 
 
 def footprint(config: Config, name: str, *, passes: bool = False) -> Footprint | None:
-    """The memory that training the named model takes; ``passes`` includes the memory of passes and of the cache."""
+    """Forecast the memory for training the named model; ``passes`` adds the memory of passes and of the KV cache."""
     frozen = set(getattr(config.build_algorithm(), "models", {}).values())
     copies = bool(config.objective.kl_coef) or START in frozen
     rollout = config.rollout

@@ -1,6 +1,6 @@
-"""Python objects as settings: replaces each object among the arguments of ``poise.train`` by text.
+"""Python objects as settings: replace each object among the arguments of ``poise.train`` with text.
 
-An instance of poise's own classes becomes the text that builds it: ``AdvantageReweighting(0.3)`` becomes
+An instance of poise's own classes becomes the text that builds this instance: ``AdvantageReweighting(0.3)`` becomes
 ``ar(alpha=0.3)``. Any other object gets a name such as ``python:softer`` (``_lib.live``).
 """
 
@@ -29,7 +29,7 @@ GROUP_OF_DATA = {"name", "weight", *(key.removeprefix("data.") for key in SHORT_
 
 
 def name_objects(settings: Mapping[str, Any], tokenizer: Any = None) -> tuple[Document, live.Objects]:
-    """The settings as a document of text and numbers, and the objects that the document names. Keys may be dotted."""
+    """Return the settings as a document of text and numbers, and the objects that it names. Keys may be dotted."""
     namer = _Namer(tokenizer)
     plain = {key: namer.plain(key, value) for key, value in settings.items()}
     if tokenizer is not None and not namer.objects.by_name.keys() & {plain.get("model")}:
@@ -38,7 +38,7 @@ def name_objects(settings: Mapping[str, Any], tokenizer: Any = None) -> tuple[Do
 
 
 class _Namer:
-    """Replaces objects by text."""
+    """Replaces objects with text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.objects, self._tokenizer = live.Objects(), tokenizer
@@ -54,7 +54,7 @@ class _Namer:
         }  # fmt: skip
 
     def plain(self, key: str, value: Any) -> Any:
-        """The value of a setting, without objects."""
+        """Return a setting's value, with objects replaced by text."""
         if isinstance(value, str):
             return {"name": value} if key == "task" else value
         if isinstance(value, os.PathLike):
@@ -185,7 +185,7 @@ def _text(thing: Any, table: Mapping[str, Any], build: Callable[[str], Any], alw
 
 
 def _task_settings(task: Any) -> Document | None:
-    """The settings of an instance of poise's own tasks; None if they do not build an equal instance."""
+    """The settings that build an equal instance of one of poise's own tasks; None if there are no such settings."""
     if isinstance(task, ReasoningGym):
         own = {key: value for key, value in _values(task).items() if key not in ("dataset", "settings")}
         return {"name": task.name, **task.settings, **own}

@@ -1,7 +1,7 @@
 """Before the first evaluation: try the task, the model and the regulator on a few tokens, and check the disk.
 
-So mistakes appear within a second, not after an evaluation or at the first checkpoint. The trial does not change the
-run: it draws none of the run's random numbers, and does not use the engine, its cache or its graphs.
+Mistakes then appear within a second, not after an evaluation or at the first checkpoint. The trial does not change the
+run: it draws none of the run's random numbers, and uses neither the engine nor the engine's cache or graphs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from poise.training.resume import TrainError
 from poise.training.update import NotFiniteError
 
 PROBLEMS, ATTEMPTS, TOKENS = 2, 2, 16  # two groups of two short replies, enough for every regulator
-CONTEXT = 64  # tokens that the model reads of a prompt, and of the text after it
+CONTEXT = 64  # the trial reads at most this many tokens of a prompt, and of its response
 EPISODE = 256  # most tokens of an episode with several turns
 
 
 def preflight(config: Config, run: Components) -> None:
-    """Raise an error that says what to do if the run cannot work."""
+    """If the run cannot work, raise an error that says what to do."""
     sampler = run.sampler
     check_disk(config, run.checkpoints)
     episode = min(sampler.max_episode or EPISODE, EPISODE) if several_turns(sampler.task) else None
@@ -74,7 +74,7 @@ class Echo:
         self.policy = policy
 
     def sample(self, requests: Sequence[Request], *_: Any, **__: Any) -> list[Completion]:
-        """A reply to each request. The replies differ in length and, if the limit allows it, end with an end token."""
+        """Return a reply to each request. Replies differ in length, and end with an end token if the limit allows."""
         ends = self.policy.end_tokens
         replies = []
         for number, request in enumerate(requests):
@@ -88,7 +88,7 @@ class Echo:
 
 
 def _short(sample: Trajectory, number: int) -> Trajectory:
-    """The sample, cut for a short pass, without log-probabilities, with another reward than its neighbour."""
+    """Shorten a sample for a quick pass, remove its log-probabilities, and set its reward to 0 or 1 in turn."""
     score = replace(sample.score, reward=float(number % ATTEMPTS), correct=number % ATTEMPTS == 1, failed=None)
     prompt = Prompt(sample.prompt.tokens[-CONTEXT:], sample.prompt.key)
     unscored = replace(sample, logp=None, entropy=None, sampler_logp=None, score=score, group=number // ATTEMPTS)

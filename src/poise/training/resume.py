@@ -46,7 +46,7 @@ def run_folder(config: Config, *, resume: bool) -> Iterator[RunFolder]:
 
 
 def open_to_resume(config: Config) -> RunFolder:
-    """Open the run's folder, and refuse a config that changes settings other than ``CHANGEABLE``."""
+    """Open the run's folder. Raise TrainError if the config changes a setting that is not in ``CHANGEABLE``."""
     folder = RunFolder.open(config.run, keep=config.keep_checkpoints)
     saved = folder.config
     step, tokens = folder.progress()
@@ -56,7 +56,7 @@ def open_to_resume(config: Config) -> RunFolder:
         if key not in CHANGEABLE:
             raise TrainError(
                 f"a resumed run keeps its settings, but {key} differs from {folder.path}/config.json ({short(now)} "
-                f"instead of {short(before)}): leave it out, or begin another run=DIR"
+                f"instead of {short(before)}): remove it, or begin another run=DIR"
             )
         if key == "rollout.max_prompt" and now < before:
             raise TrainError(f"{key}={now}: a resumed run may only raise it; the run in {folder.path} has {before}")
@@ -77,7 +77,7 @@ def open_to_resume(config: Config) -> RunFolder:
 
 
 def keep_changes(config: Config, folder: RunFolder, step: int) -> None:
-    """Record the settings and code that change at this step. Call this after all checks that may refuse the start."""
+    """Record the settings and code that change at this step. Call this after all checks that may reject the resume."""
     saved = folder.config
     changes = list(differences(saved, config.model_dump(mode="json")))
     for key, _, now in changes:

@@ -21,7 +21,7 @@ from poise.training.config.schema import Config
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is. A checkpoint contains only this, the weights and the optimizer's state."""
+    """The progress of a run. A checkpoint contains only this state, the weights and the optimizer's state."""
 
     step: int = 0  # the last finished step
     tokens: int = 0  # tokens sampled by all models since the run began, without evaluations
@@ -34,7 +34,7 @@ class State:
         return "steps" if self.step >= steps else None
 
     def progress(self, config: Config, task: Task) -> TrainerState:
-        """The run's progress that reward functions see."""
+        """Return the run's progress in the form that reward functions receive."""
         return TrainerState(self.step, config.steps, epochs(task, config.seed, self.step * config.prompts))
 
 
@@ -85,7 +85,7 @@ def response_metrics(trajectories: Sequence[Trajectory], batch: TokenBatch, sett
 
 
 def counted_metrics(counts: Counts) -> dict[str, float]:
-    """The sampler's counts: values that reward functions reported (``log_metric``), turns, problems and tokens."""
+    """Metrics of the sampler's counts: values that reward functions reported (``log_metric``), turns and tokens."""
     reported = {f"reward/{name}": sum(values) / len(values) for name, values in counts.reported.items()}
     turns = {f"rollout/{n}": float(counts.turns[n]) for n in ("continued", "reread", "too_long") if n in counts.turns}
     others = {f"tokens/{name}": count for name, count in counts.tokens.items() if name != POLICY}

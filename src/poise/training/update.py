@@ -26,12 +26,12 @@ Metrics = dict[str, Tensor]
 
 
 class NotFiniteError(RuntimeError):
-    """The gradient or a probability of the model is NaN or infinite. No optimizer step was taken with it."""
+    """The gradient or a probability of the model is NaN or infinite. The optimizer has not used this gradient."""
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How a batch becomes optimizer steps."""
+    """How to divide a batch into optimizer steps and passes."""
 
     objective: Settings = Settings()  # noqa: RUF009 (frozen)
     temperature: float = 1.0
@@ -39,11 +39,11 @@ class UpdatePlan:
     micro_tokens: int | None = None  # most tokens per pass; None: enough to keep the device busy
     grad_clip: float = OptimConfig().grad_clip
     same_order: bool = False  # every phase has the same mini-batches
-    average_over: int = 0  # responses per part: average over the tokens of a part, then over the parts; 0: one part
+    average_over: int = 0  # responses per chunk: average over each chunk's tokens, then over the chunks; 0: one chunk
 
     @classmethod
     def of(cls, config: Config) -> UpdatePlan:
-        """The plan of a run."""
+        """Return the plan for a run's settings."""
         optim = config.optim
         return cls(
             config.objective,
@@ -111,10 +111,10 @@ def backward(
 ) -> Metrics | None:
     """Compute the gradient of a mini-batch's loss, store it in the policy's parameters, and return the metrics.
 
-    If no token is active, this returns None and does not change the gradients. Responses without active tokens do not
-    run through the model, but count in the denominator. Pass ``active_BT``, the active tokens on the host, if you have
-    computed them. ``divisor`` is the denominator of a mini-batch that several processes share (the sum of their
-    ``objective.normalizer``).
+    If no token is active, return None and leave the gradients unchanged. Responses without active tokens do not run
+    through the model, but count in the denominator. Pass ``active_BT``, the active tokens on the CPU, if you have
+    already computed them. ``divisor`` is the denominator of a mini-batch that several processes share (the sum of
+    their ``objective.normalizer``).
     """
     settings = plan.objective
     active_BT = active(batch, phase, settings).cpu() if active_BT is None else active_BT
@@ -164,7 +164,7 @@ def within_memory(
 ) -> Metrics:
     """Accumulate the gradient of a mini-batch in as many passes as memory requires; return the summed metrics.
 
-    If memory runs out, the mini-batch starts again: first with fewer tokens per pass, as long as these keep the device
+    If memory runs out, the mini-batch starts again: first with fewer tokens per pass, while such passes keep the device
     busy; then with gradient checkpointing; then with fewer and fewer tokens. Later mini-batches keep these limits.
     """
     while True:
@@ -184,17 +184,17 @@ def within_memory(
 
 
 def averaged_in_parts(batch: TokenBatch, phase: Phase, size: int) -> Phase:
-    """The phase with scaled weights: the mean over all tokens becomes the mean of the parts' token means."""
+    """Scale a phase's weights, so that the mean over all tokens becomes the mean over chunks of each chunk's mean."""
     if not size:
         return phase
     parts = batch.mask.split(size)
-    counts = torch.cat([part.sum().clamp(min=1).expand(len(part)) for part in parts])  # tokens in each response's part
+    counts = torch.cat([part.sum().clamp(min=1).expand(len(part)) for part in parts])  # tokens in each response's chunk
     factor = (batch.mask.sum() / (len(parts) * counts))[:, None]
     return replace(phase, policy=phase.policy * factor, kl=phase.kl * factor)
 
 
 def _clear(policy: Policy) -> None:
-    """Clear all gradients: of the optimizer's parameters, and of the model, where an aborted pass may leave some."""
+    """Clear the gradients of the optimizer's parameters and of the model; an aborted pass may leave some there."""
     for parameter in policy.parameters():
         parameter.grad = None
     policy.model.zero_grad(set_to_none=True)
@@ -206,7 +206,7 @@ def _add(totals: Metrics, more: Metrics) -> None:
 
 
 def mini_batches(count: int, size: int, seed: int) -> list[Rows]:
-    """The rows of each mini-batch, shuffled, at most ``size`` each. With size 0: one slice, which copies nothing.
+    """Shuffle the rows into mini-batches of at most ``size`` rows. With size 0: one slice, which copies nothing.
 
     The sizes differ by at most one, because a small last mini-batch would spend a whole optimizer step on few
     responses.

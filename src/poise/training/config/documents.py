@@ -60,12 +60,12 @@ def recipes() -> list[str]:
 
 
 def read(recipe: str | Path, *, shipped: bool = True) -> Document:
-    """The document of a recipe merged with its bases. Without ``shipped``, shipped recipes count as empty."""
+    """Return a recipe's document, merged with its bases. Without ``shipped``, shipped recipes count as empty."""
     return _read(_find(recipe), (), shipped)
 
 
 def merge(below: Document, above: Document) -> Document:
-    """``above`` on top of ``below``: groups are merged, other values are replaced."""
+    """Return ``below`` updated with ``above``: groups are merged, other values are replaced."""
     task, other = below.get("task"), above.get("task")
     if isinstance(task, dict) and isinstance(other, dict) and "name" in other and other["name"] != task.get("name"):
         below = below | {"task": {}}  # the other task has different settings
@@ -115,12 +115,12 @@ def split_overrides(overrides: Sequence[str], short_keys: Mapping[str, str] | No
 
 
 def join_settings(settings: Mapping[str, Any]) -> Document:
-    """The document of settings with dotted keys, such as ``{"optim.lr": 1e-6, "task": {"name": "kk"}}``."""
+    """Build a document from settings with dotted keys, such as ``{"optim.lr": 1e-6, "task": {"name": "kk"}}``."""
     document: Document = {}
     for key, value in settings.items():
         setting = nested(key.split("."), value)
         if twice := _in_both(document, setting):
-            raise ConfigError(*(f"{each} has two values: leave one of them out" for each in twice))
+            raise ConfigError(*(f"{each} has two values: remove one of them" for each in twice))
         document = _merge(document, setting)
     return expand_short_forms(document)
 
@@ -134,7 +134,7 @@ def _in_both(one: Any, other: Any, path: str = "") -> list[str]:
 
 
 def nested(path: Sequence[str], value: Any) -> Document:
-    """A document with one setting."""
+    """Return a document with one setting: ``value`` at ``path``."""
     if list(path) == ["data"] and not isinstance(value, dict):
         path = ["data", "name"]  # next to data.config
     for part in reversed(path[1:]):
@@ -143,14 +143,14 @@ def nested(path: Sequence[str], value: Any) -> Document:
 
 
 def expand_short_forms(document: Document) -> Document:
-    """Replace ``data``, ``reward``, ``environment`` and other short forms by the task settings they stand for."""
+    """Replace ``data``, ``reward``, ``environment`` and the other short forms with the task settings they stand for."""
     document = _flat_data(document)
     short_forms = [key for key in SHORT_FORMS if key in document]
     task = document.get("task", {})
-    if not short_forms or not isinstance(task, dict):  # the schema refuses a task that is no group
+    if not short_forms or not isinstance(task, dict):  # the schema refuses a task that is not a group
         return document
     problems = [
-        f"{key} is short for task.{SHORT_FORMS[key]}, and both are given: leave one of them out"
+        f"{key} is short for task.{SHORT_FORMS[key]}, and both are set: remove one of them"
         for key in short_forms
         if SHORT_FORMS[key] in task
     ]
@@ -159,8 +159,8 @@ def expand_short_forms(document: Document) -> Document:
         name = task["name"]
     if task.get("name", name) != name:
         problems.append(
-            f"{key}={document[key]} means task.name={name}, but task.name={short(task['name'])[1:-1]} is given too: "
-            "leave one of them out"
+            f"{key}={document[key]} means task.name={name}, but task.name={short(task['name'])[1:-1]} is also set: "
+            "remove one of them"
         )
     if problems:
         raise ConfigError(*problems)
@@ -169,7 +169,7 @@ def expand_short_forms(document: Document) -> Document:
 
 
 def _flat_data(document: Document) -> Document:
-    """The document with the group ``data`` written as ``data`` and ``data.config``, ``data.split``, …"""
+    """Flatten the group ``data`` of a document to the keys ``data``, ``data.config``, ``data.split``, …"""
     data = document.get("data")
     if not isinstance(data, dict):
         return document
@@ -189,9 +189,9 @@ class YamlError(ValueError):
 
 
 def parse(text: str) -> Any:
-    """The value of a YAML 1.2 text: 1e-6 is a number, off and dates are text, a repeated key is an error.
+    """Parse YAML 1.2: 1e-6 is a number, off and dates are text, a repeated key is an error.
 
-    Every error in the text raises ``YamlError``.
+    Any error in the text raises ``YamlError``.
     """
     if len(text) > LARGEST:
         raise YamlError(f"it has more than {LARGEST:,} characters")
@@ -234,7 +234,7 @@ def _first_line(text: str) -> str:
 
 
 def read_typed(override: str) -> Any:
-    """The value of a text ``key=value``, read as YAML, except that a sentence stays as typed.
+    """Parse the value of a ``key=value`` string as YAML, but keep a sentence as typed.
 
     YAML would cut ``End with #### 42`` at the ``#``, turn ``Be brief: answer`` into a group and refuse ``{question}
     Go``.
@@ -254,13 +254,13 @@ def read_typed(override: str) -> Any:
 
 
 def too_deep(value: Any, levels: int = DEEPEST) -> bool:
-    """Whether groups and lists are nested more deeply than any setting needs."""
+    """Whether groups and lists are nested more than ``levels`` deep."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
     return parts is not None and (levels == 0 or any(too_deep(part, levels - 1) for part in parts))
 
 
 def to_yaml(document: Document) -> str:
-    """YAML that reads back as the same document."""
+    """Write a document as YAML that parses back to the same document."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.width = False, 120
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
@@ -298,7 +298,7 @@ def _read(path: Path, below: tuple[Path, ...], shipped: bool) -> Document:
 
 
 def _find(recipe: str | Path, beside: Path | None = None) -> Path:
-    """The file of a recipe: the shipped recipe of that name, or the path, relative to the folder ``beside``."""
+    """Find a recipe's file: a shipped recipe with this name, or a path relative to the folder ``beside``."""
     name, shipped = str(recipe), recipes()
     if name in shipped:
         return FOLDER / f"{name}.yaml"
@@ -310,8 +310,8 @@ def _find(recipe: str | Path, beside: Path | None = None) -> Path:
         way = f"to continue a run, poise train --resume {quoted}; to start from its model, model={quoted}; "
         way += f"to use its settings, poise train {quoted}/config.json"
         if is_comparison(path):
-            way = "this one is a comparison's; the command that began it continues it"
+            way = "this folder belongs to a comparison; to continue it, run its command again"
         raise ConfigError(f"recipe {short(name)} is a folder, and a recipe is a YAML file: {way}")
     if "/" in name or "\\" in name or path.suffix:
         raise ConfigError(f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})")
-    raise ConfigError(unknown("recipe", name, shipped) + "; for one of your own give its path")
+    raise ConfigError(unknown("recipe", name, shipped) + "; for your own recipe, write its path")

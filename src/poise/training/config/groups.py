@@ -54,7 +54,7 @@ class Group(BaseModel):
 
 
 def lists_for_tuples(value: Any) -> Any:
-    """The value with tuples replaced by lists, so that it stays the same when written to and read from YAML or JSON."""
+    """Replace tuples with lists, so that the value survives a round trip through YAML or JSON unchanged."""
     if isinstance(value, dict):
         return {key: lists_for_tuples(part) for key, part in value.items()}
     return [lists_for_tuples(part) for part in value] if isinstance(value, list | tuple) else value
@@ -73,19 +73,20 @@ class TaskConfig(Group):
     model_config = ConfigDict(extra="allow")
 
     name: Text
-    """kk, frozenlake, …, or one of your own: file.py:Class."""
+    """kk, frozenlake, …, or your own task: file.py:Class."""
     prefill: Annotated[str, Field(exclude_if=lambda text: not text)] = ""
-    """The beginning of every reply, such as ``<think>``. The model continues from there; the text is scored as part of
-    the reply, but its tokens are not trained. If the chat template opens ``<think>``, you need no prefill."""
+    """Text at the beginning of every reply, such as ``<think>``. The model continues after this text. The text is
+    scored as part of the reply, but its tokens are not trained. If the chat template opens ``<think>``, you need no
+    prefill."""
     _task: tasks.Task = PrivateAttr()  # built once, because a task may contain a whole dataset
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The task's settings as written; the others have the task's defaults."""
+        """The task settings that the user wrote; all other settings have the task's defaults."""
         return dict(self.model_extra or {})
 
     def build(self) -> tasks.Task:
-        """The task itself."""
+        """Return the task."""
         return self._task
 
     @model_validator(mode="before")
@@ -125,20 +126,20 @@ class RolloutConfig(Group):
     """Sampling."""
 
     max_tokens: Count = MAX_TOKENS
-    """Longest response; in episodes of several turns, longest reply."""
+    """Longest response in tokens; in episodes with several turns, the longest reply."""
     max_episode_tokens: Count | None = None
-    """Longest episode: replies and the environment's text, without the prompt; null: limited by the model's positions.
-    An episode that reaches the limit is scored as it stands, and counts as cut off."""
+    """Longest episode in tokens: replies and the environment's text, without the prompt; null: limited by the model's
+    positions. An episode that reaches the limit ends there: it is scored, and counts as cut off."""
     temperature: Annotated[Real, Field(ge=1e-6)] = 1.0
     """Divides the logits, in sampling and in the loss."""
     batch: CountOrZero = 0
-    """Sequences decoded together; 0: all of a step."""
+    """Sequences decoded in parallel; 0: all sequences of a step."""
     max_prompt: Count = 512
     """Longest prompt, in tokens."""
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1: off. Probability ratios and entropies still use the full distribution."""
     top_k: CountOrZero = 0
-    """Sample among this many likeliest tokens; 0: off."""
+    """Sample only from the k most likely tokens; 0: off."""
     engine: EngineName = "auto"
     """auto: native if the model supports it, else transformers; vllm needs the extra "vllm"."""
     vllm_memory: Annotated[Real, Field(gt=0, le=1)] = VLLM_MEMORY
@@ -150,7 +151,7 @@ class RolloutConfig(Group):
 
     @property
     def longest(self) -> int:
-        """The largest number of tokens of a prompt and its response together."""
+        """The largest number of tokens in a prompt plus its response."""
         return self.max_prompt + max(self.max_tokens, self.max_episode_tokens or 0)
 
     @model_validator(mode="after")
@@ -173,20 +174,20 @@ class OptimConfig(Group):
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay of AdamW's first and second moments."""
     eight_bit: bool = False
-    """AdamW's moments in 8 bits, by bitsandbytes: 2 bytes per trained weight instead of 8."""
+    """Store AdamW's moments in 8 bits, with bitsandbytes: 2 bytes per trained weight instead of 8."""
     grad_clip: Annotated[Real, Field(gt=0)] = 1.0
-    """Largest norm of a gradient; larger gradients are scaled down."""
+    """Maximum gradient norm; larger gradients are scaled down."""
     warmup_steps: CountOrZero = 0
     """Steps during which the learning rate rises to lr."""
     mini_batch: CountOrZero = 0
-    """Most responses per optimizer step; a batch is split evenly. 0: one step per batch."""
+    """Maximum number of responses per optimizer step; a batch is split evenly. 0: one step per batch."""
     same_order: bool = False
-    """Every phase has the same mini-batches in the same order; false: shuffled for each phase."""
+    """Use the same mini-batches in the same order in every phase; false: shuffle them for each phase."""
     average_over: CountOrZero = 0
-    """token-mean in two stages: the mean over the tokens of a part (this many responses), then the mean over the parts
-    of a mini-batch; 0: the mean over all tokens of the mini-batch."""
+    """For token-mean, average in two stages: over the tokens of each chunk of this many responses, then over the chunks
+    of a mini-batch; 0: average over all tokens of the mini-batch."""
     micro_tokens: Count | None = None
-    """Most tokens per pass. This changes memory and speed, not the result; null: chosen by device and model size."""
+    """Maximum tokens per pass. It affects memory and speed, not the result; null: chosen by device and model size."""
 
     @property
     def moment_bytes(self) -> float:
@@ -198,25 +199,25 @@ HELD_OUT = 1000  # problems in a comparison; see docs/compare.md
 
 
 class EvaluationConfig(Group):
-    """Evaluation on held-out problems: before and after training, and every ``every`` steps. ``off``: none."""
+    """Evaluation on held-out problems: before and after training, and every ``every`` steps. ``off`` disables it."""
 
     every: CountOrZero = 0
-    """Steps between evaluations; 0: only before and after."""
+    """Steps between evaluations; 0: only before and after training."""
     problems: CountOrZero = 200
-    """Held-out problems; 0, or evaluation=off: no evaluation."""
+    """Number of held-out problems; 0 or evaluation=off: no evaluation."""
     samples: Count = 1
     """Samples per problem: the k of avg@k, pass@k and maj@k."""
     seed: CountOrZero = 0
     """Seed of the held-out problems."""
     temperature: Annotated[Real, Field(ge=0)] | None = None
-    """null: as in training; 0: greedy."""
+    """Sampling temperature; null: the same as in training; 0: greedy."""
 
     @model_validator(mode="after")
     def _samples_can_differ(self) -> Self:
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(
-                f"samples = {self.samples} at temperature 0: greedy samples are all the same, so take 1, or another "
-                "temperature"
+                f"samples = {self.samples} at temperature 0: greedy samples are all the same; set samples to 1, or use "
+                "another temperature"
             )
         return self
 

@@ -35,11 +35,11 @@ _TEXTS = {
     "regulator": "a method, or several joined by |, such as ar(alpha=0.3) | lopti; poise compare tries one after the "
     "other",
     "algorithm": "a name such as grpo, rltr or erl, with its settings in brackets: rltr(transfer=0.5)",
-    "advantage": "a name such as group-zscore, or a function of your own, file.py:name",
+    "advantage": "a name such as group-zscore, or your own function, file.py:name",
     "model": "a folder, or a name on the hub; a number goes in quotes: model='\"3\"'",
     "run": "a folder; a number goes in quotes: run='\"3\"'",
 }
-# TRL's and verl's names of our settings, if the spelling is not close.
+# TRL's and verl's names for our settings, unless the spelling is similar.
 _ELSEWHERE = {
     "learning_rate": "optim.lr",
     "max_grad_norm": "optim.grad_clip",
@@ -82,7 +82,7 @@ _ELSEWHERE = {
     "num_iterations": "regulator",
     "log_completions": "rollouts_every",
 }
-# Settings of TRL whose value changes too.
+# TRL settings whose values are written differently in poise.
 _VALUES = {
     "num_iterations": 'num_iterations=2 is regulator="grpo(passes=2)"',
     "scale_rewards": "scale_rewards=none is advantage=group-centered",
@@ -118,7 +118,7 @@ _WORDS = {
 
 
 def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
-    """One line about a problem: the field, its value and what is allowed. ``known`` lists all dotted keys."""
+    """Describe a problem in one line: the field, its value and what is allowed. ``known`` lists all dotted keys."""
     path = ".".join(str(part)[:LONGEST] for part in problem["loc"])
     kind, value = problem["type"], problem["input"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -146,7 +146,7 @@ def explain(problem: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def unknown_arguments(names: Iterable[str]) -> list[str]:
-    """Messages about arguments with TRL's names, with the names of the same arguments in ``poise.train``."""
+    """Return a message for each argument that has TRL's name, with the argument's name in ``poise.train``."""
     return [
         f"unknown argument {name!r}; did you mean {_ARGUMENTS_ELSEWHERE[name]!r}? docs/python.md has TRL's other names"
         for name in names
@@ -155,7 +155,7 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
 
 
 def unknown_key(path: str, known: Sequence[str]) -> str:
-    """The message for a key that does not exist. The user may have meant a key of another group."""
+    """Return the message for an unknown key. It suggests similar keys, also from other groups."""
     group, dot, name = path.rpartition(".")
     if group == "task" and name in SHORT_FORMS:  # task.environment for environment
         return f"unknown key {path!r}; did you mean {name!r}?"

@@ -1,4 +1,4 @@
-"""The settings of a run folder or a model, for commands that resume, measure or show it."""
+"""Settings for the commands that resume, evaluate, diagnose or show: read from a run folder or a model."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _SHOWN = ("task", "model", "revision", "template", "remote_code")  # settings th
 
 
 def run_of(model: str) -> str | None:
-    """The run folder of a model that is a run, a checkpoint of a run, or the model in a checkpoint; else None."""
+    """The run folder if ``model`` is a run, a checkpoint of a run, or the model in a checkpoint; else None."""
     place = Path(model)
     above = [folder.parent for folder in place.absolute().parents if folder.name == "checkpoints" and place.is_dir()]
     return next((str(folder) for folder in (place, *above) if is_run(folder)), None)
 
 
 def starting_model(model: str) -> str:
-    """The model with which the run of ``model`` started; ``model`` itself if it is not from a run."""
+    """The model from which the run of ``model`` started; ``model`` itself if no run saved ``model``."""
     run = run_of(model)
     settings: Document = {} if run is None else RunFolder.open(run, resume=False).config
     named, revision = settings.get("model"), settings.get("revision")
@@ -47,17 +47,17 @@ def starting_model(model: str) -> str:
 
 
 def of_run(path: str, changes: Document, *, trust: bool = False, regulator: bool = True) -> Config:
-    """The settings of the run in a folder, with changes. Code that the run names is loaded only with ``trust``.
+    """Return the settings of the run in a folder, with ``changes``. Load code that the run names only with ``trust``.
 
-    Without ``regulator`` the run's regulator remains a text, because a command that only samples does not need its
-    code.
+    With ``regulator=False``, the run's regulator stays a string: a command that only samples does not need the
+    regulator's code.
     """
     document = RunFolder.open(path, resume=False).config
     return _restored(document, changes, f"the run in {path}", trust=trust, regulator=regulator)
 
 
 def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
-    """The settings for ``poise eval``: the model's run or folder gives them, ``overrides`` change them."""
+    """Return the settings for ``poise eval``, read from the model's run or folder and changed by ``overrides``."""
     changes = split_overrides(overrides, SHORT_KEYS)
     evaluation = changes.get("evaluation")
     if isinstance(evaluation, dict) and evaluation.get("temperature") == 0:
@@ -83,7 +83,7 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
 
 
 def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) -> Config:
-    """The settings for ``poise diagnose``: from the model's run, or from a recipe with small batches."""
+    """Return the settings for ``poise diagnose``, from the model's run or from a recipe with small batches."""
     changes = split_overrides(overrides)
     if "regulator" in changes:
         raise ConfigError("regulator: name the methods to measure with --regulator, once for each")
@@ -103,7 +103,7 @@ def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) ->
 
 
 def task_to_show(words: Sequence[str]) -> tuple[Config, str]:
-    """The settings and the split for ``poise tasks show``, from a task's name and overrides."""
+    """Return the settings and the split for ``poise tasks show``, from a task's name and overrides."""
     names = [word for word in words if "=" not in word]
     if len(names) > 1:
         raise ConfigError(f"one task at a time, got {' and '.join(names)}; settings are written key=value")
@@ -118,7 +118,7 @@ def task_to_show(words: Sequence[str]) -> tuple[Config, str]:
 
 
 def _restored(document: Document, changes: Document, source: str, *, trust: bool, regulator: bool = True) -> Config:
-    """The settings of an untrusted ``document``, with changes that the user typed or passed from Python."""
+    """Return the settings of an untrusted ``document``, with changes that the user typed or passed from Python."""
     document = merge(document, changes)
     if "model" in changes:  # the run's revision belongs to the model with which it began
         document["revision"] = changes.get("revision")
@@ -136,7 +136,7 @@ def _restored(document: Document, changes: Document, source: str, *, trust: bool
 
 
 def _folder_task(model: str) -> Document:
-    """The task for which a model was made, from ``warmstart.yaml`` next to its weights; empty without this file."""
+    """The task on which a model was warm-started, from ``warmstart.yaml`` next to its weights; empty if it has none."""
     path = SHIPPED.get(model, Path(model)) / "warmstart.yaml"
     try:
         settings = parse(path.read_text(encoding="utf-8"))
@@ -153,7 +153,7 @@ def _evaluated(key: str) -> bool:
 
 
 def describe_task(config: Config) -> str:
-    """The task with its settings. Long ones, such as instructions, and None appear only if they were changed."""
+    """Describe the task and its settings. Long values and None appear only if the user set them."""
     settings, task = config.task.settings, config.task.build()
     texts = {name: short(value) for name, value in settings.items()}
     if is_dataclass(task):
@@ -164,16 +164,16 @@ def describe_task(config: Config) -> str:
 
 
 def describe_sampling(config: Config, temperature: float) -> str:
-    """How responses are sampled."""
+    """Describe the sampling settings."""
     rollout = config.rollout
     limits = f"top_p {rollout.top_p:g}, top_k {rollout.top_k}, up to {rollout.max_tokens} tokens"
     return f"temperature {temperature:g}, {limits}"
 
 
 def differences(saved: Document, now: Document) -> Iterator[tuple[str, Any, Any]]:
-    """The settings that differ: their dotted keys, with both values.
+    """Yield each setting that differs, as (dotted key, saved value, new value).
 
-    A setting that an older version lacked counts as equal, and so does the same regulator in another spelling. ``now``
+    A setting that an older version lacked counts as equal, and so do two spellings of the same regulator. ``now``
     comes from the user. ``saved`` is untrusted, so code that only ``saved`` names is not loaded.
     """
     before, after = dict(dotted(merge(now, saved))), dict(dotted(now))
@@ -187,7 +187,7 @@ def differences(saved: Document, now: Document) -> Iterator[tuple[str, Any, Any]
 
 
 def _same_regulator(saved: Any, now: Any) -> bool:
-    """Whether two texts mean the same regulator, such as ``ar`` and ``ar(alpha=0.2)``."""
+    """Whether two strings describe the same regulator, such as ``ar`` and ``ar(alpha=0.2)``."""
     try:
         with user_code.untrusted("the run", [now]):
             return regulators.text(regulators.parse(saved)) == regulators.text(regulators.parse(now))

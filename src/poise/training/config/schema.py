@@ -4,10 +4,10 @@
 >>> print(dump(config))
 
 A recipe is a YAML file with the keys of ``Config``, or the name of a shipped recipe; ``base: name`` (or a path)
-inherits from another recipe. ``load`` reports all problems at once, in one ``ConfigError`` with a line for each.
+inherits from another recipe. ``load`` reports all problems at once, in one ``ConfigError`` with one line per problem.
 
-torch takes seconds to import, so this module imports it only to build objects that need it: most mistakes are reported
-before.
+torch takes seconds to import, so this module imports torch only to build objects that need it. Most mistakes are
+reported before that import.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Config(Group):
     """One training run."""
 
     model: Text = "embedded"
-    """Hub id, folder, or the tiny model that ships with the package."""
+    """Hub id, folder, or ``embedded``, the tiny model that ships with the package."""
     revision: Text | None = None
     """Branch, tag or commit of a model on the hub; null: the newest."""
     template: dict[str, Any] | None = None
@@ -107,9 +107,10 @@ class Config(Group):
     """How rewards become advantages. group-zscore and group-centered compare a reward with the mean of its group;
     leave-one-out compares it with the mean of the others in its group. reinforce-pp normalises over the batch by
     response, reinforce-pp-tokens by token; reinforce-pp-baseline and reinforce-pp-baseline-tokens first subtract group
-    means. Or a function of your own: file.py:name."""
+    means. Or your own function: file.py:name."""
     drop_equal_groups: bool = False
-    """Leave groups of equal rewards out of the update: out of its KL term, its denominator and its mini-batches."""
+    """Drop groups with equal rewards before the update. They then count neither in the KL term nor in the denominator
+    nor in the mini-batches."""
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
@@ -123,20 +124,22 @@ class Config(Group):
     rollouts_every: CountOrZero = 10
     """Steps between recordings of responses with all their tokens; 0: never."""
     stop_at: Annotated[Real, Field(gt=0, le=1)] | None = None
-    """Stop once accuracy reaches this value, measured on other held-out problems than before and after training."""
+    """Stop once held-out accuracy reaches this value. It is measured on different problems than the accuracy before and
+    after training."""
     device: str = "auto"
     """auto (CUDA if there is one), cpu, cuda or cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the computation; the optimizer keeps float32 weights."""
     compile: bool | None = None
-    """torch.compile for the update; null: on CUDA, if it saves time in the remaining steps and not deterministic."""
+    """Use torch.compile for the update; null: on CUDA, if it saves time over the remaining steps and deterministic is
+    off."""
     deterministic: bool = False
     """Runs with the same seed are bit-identical on the same GPU model, even after a kill and a resume. This is slower,
     and a pass that runs out of memory ends the run. On a CPU the setting has no effect."""
     tracking: tuple[str, ...] = ()
     """Trackers that receive the metrics: tensorboard, wandb, trackio."""
     remote_code: bool = False
-    """Let Python code from the model's repository run."""
+    """Allow Python code from the model's repository to run."""
     _code: _user_code.Code = PrivateAttr(default_factory=dict)
 
     def __init__(self, /, **settings: Any) -> None:
@@ -147,7 +150,7 @@ class Config(Group):
 
     @property
     def code(self) -> _user_code.Code:
-        """The hashes of the user's own code files at the time when these settings were read."""
+        """The hashes of the user's code files, computed when these settings were read."""
         return self._code
 
     @field_validator("model", "run")
@@ -160,19 +163,19 @@ class Config(Group):
 
     @property
     def model_name(self) -> str:
-        """The name and revision with which to load the model."""
+        """The model's name with its revision, for loading."""
         from poise.models.location import with_revision
 
         return with_revision(self.model, self.revision)
 
     @property
     def loading(self) -> dict[str, Any]:
-        """The arguments with which ``load_policy`` loads the models of a run."""
+        """The keyword arguments for ``load_policy`` that all models of a run share."""
         names = ("device", "dtype", "remote_code", "template")
         return {"longest": self.rollout.longest, **{name: getattr(self, name) for name in names}}
 
     def tokens_left(self, steps: int = 0, tokens: int = 0) -> int:
-        """The maximum number of response tokens still to sample, after ``steps`` steps and ``tokens`` tokens."""
+        """The maximum number of response tokens left to sample after ``steps`` steps and ``tokens`` tokens."""
         longest = max(self.rollout.max_tokens, self.rollout.max_episode_tokens or 0)
         most = (self.steps - steps) * self.prompts * self.group * longest
         return most if self.budget is None else min(most, self.budget - tokens)
@@ -291,13 +294,13 @@ class Config(Group):
         self._code = _user_code.code_of({**named, **groups, "model": self.model})
         if self.revision is not None and self._model_is_here():
             raise ValueError(
-                f"revision = {self.revision!r}: only models on the hub have revisions, and model={self.model} is here; "
-                "leave it out"
+                f"revision = {self.revision!r}: only models on the hub have revisions, and model={self.model} is "
+                "local; remove revision"
             )
         if self.deterministic and self.rollout.engine == "vllm":
             raise ValueError(
-                "deterministic = true with rollout.engine = vllm: what vLLM computes depends on which responses it "
-                "happens to decode together; use rollout.engine=native, or leave deterministic out"
+                "deterministic = true with rollout.engine = vllm: vLLM's results depend on which responses it happens "
+                "to decode together; use rollout.engine=native, or remove deterministic"
             )
         group = getattr(self.build_algorithm(), "group", self.group)  # the algorithm may set its own group
         if isinstance(group, int) and group < 2 and self.build_advantage().needs_groups:
@@ -308,7 +311,7 @@ class Config(Group):
         if self.optim.average_over and self.objective.averages_by != TOKEN_MEAN:
             raise ValueError(
                 f"optim.average_over = {self.optim.average_over}: it averages tokens, but the objective averages by "
-                f"{self.objective.averages_by}; leave one of them out"
+                f"{self.objective.averages_by}; remove one of the two settings"
             )
         if isinstance(group, int) and (responses := self.prompts * group) > MOST_RESPONSES:
             raise ValueError(
@@ -316,7 +319,7 @@ class Config(Group):
                 f"{MOST_RESPONSES:,}; lower one of them"
             )
         if self.stop_at is not None and not self.evaluation.problems:
-            raise ValueError(f"stop_at = {self.stop_at}: accuracy is not measured with evaluation=off; leave one out")
+            raise ValueError(f"stop_at = {self.stop_at}: accuracy is not measured with evaluation=off; remove one")
         if self.stop_at is not None and self.evaluation.every == 0:
             raise ValueError(
                 f"stop_at = {self.stop_at}: accuracy is measured only before and after training; set evaluation.every"
@@ -330,16 +333,16 @@ class Config(Group):
 
 
 def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a recipe, by name or path, changed by ``key=value`` overrides.
+    """Load a recipe, by name or path, and apply ``key=value`` overrides. Keys are dotted, values are YAML.
 
-    Without a recipe, the demo's settings apply; for another model than the embedded one, the defaults of ``Config``
-    apply, which are for pretrained models. Keys are dotted, values are YAML.
+    Without a recipe, the embedded model gets the demo's settings. Any other model gets the defaults of ``Config``,
+    which suit pretrained models.
     """
     return complete(recipe, split_overrides(overrides))
 
 
 def complete(recipe: str | Path | None, changes: Document) -> Config:
-    """The configuration of a recipe, changed by ``changes``: see ``load``."""
+    """Return the configuration of a recipe with ``changes`` applied; see ``load``."""
     embedded = Config.model_fields["model"].default
     if recipe is None and changes.get("model", embedded) == embedded:
         recipe = "demo"
@@ -349,10 +352,10 @@ def complete(recipe: str | Path | None, changes: Document) -> Config:
 def restore(
     document: Document, *, source: str = "this run", trust: bool = False, typed: Document | None = None
 ) -> Config:
-    """The configuration of a complete, untrusted document, such as a run's config.json.
+    """Return the configuration of a complete but untrusted document, such as a run's config.json.
 
-    Without ``trust``, code that the document names does not run (docs/security.md), except code that ``typed`` names,
-    the part of the document that the user typed. ``source`` names the document in messages.
+    Without ``trust``, code that the document names does not run (docs/security.md), unless ``typed`` also names that
+    code. ``typed`` holds the settings that the user typed. ``source`` names the document in messages.
     """
     if trust:
         return _validated(document)
@@ -361,18 +364,18 @@ def restore(
 
 
 def dump(config: Config) -> str:
-    """The whole configuration as YAML, which can be used as a recipe."""
+    """Write the complete configuration as YAML that works as a recipe."""
     return to_yaml(config.model_dump(mode="json"))
 
 
 def _validated(document: Document) -> Config:
     if too_deep(document):
         raise ConfigError(f"the settings have more than {DEEPEST} levels")
-    return Config(**{str(name): value for name, value in document.items()})  # YAML has other keys than texts
+    return Config(**{str(name): value for name, value in document.items()})  # YAML allows keys that are not text
 
 
 def _explained(error: ValidationError, document: Document) -> ConfigError:
-    """What is wrong with the document, one sentence for each problem."""
+    """Return a ConfigError that explains pydantic's error, with one line per problem."""
     problems, known = error.errors(include_url=False), keys(document)
     lines = [
         _no_task() if problem["type"] == "missing" and problem["loc"] in TASK else explain(problem, known)
@@ -385,7 +388,7 @@ def _explained(error: ValidationError, document: Document) -> ConfigError:
 def _no_task() -> str:
     names = ", ".join(tasks.names())
     return (
-        f"no task is named: write task.name=NAME ({names}, or one of your own, task.name=file.py:Class), "
+        f"no task is named: write task.name=NAME ({names}, or your own task, task.name=file.py:Class), "
         "data=FILE reward=NAME, or environment=file.py:Class"
     )
 
@@ -394,9 +397,9 @@ def _no_task() -> str:
 
 
 def keys(document: Document) -> list[str]:
-    """The dotted keys that a document may have, including the keys of its task.
+    """Return the dotted keys that a document may have, including its task's settings.
 
-    Settings of its regulator and its algorithm have the form in which users write them: ``regulator=ar(alpha=…)``.
+    Settings of the regulator and the algorithm appear as users write them: ``regulator=ar(alpha=…)``.
     """
     return [*_schema_keys(Config, ""), *_task_keys(document), *_method_keys(document)]
 
