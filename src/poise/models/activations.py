@@ -1,7 +1,7 @@
 """Forecast the memory of a packed pass with gradients from a model without weights, and choose the size of passes.
 
-The model runs one group on torch's meta device, which has shapes but no values. For any architecture, autograd keeps
-there what it keeps on CUDA with uncompiled layers and the flash kernel. Compiled layers keep less.
+The model runs one group on torch's meta device, which has shapes but no values. For any architecture, autograd saves
+the same tensors there as on CUDA with uncompiled layers and the flash kernel. Compiled layers save fewer bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Activations:
         return tokens * (self.outside + self.layers * (self.states if checkpointed else self.layer))
 
     def peak(self, tokens: int, *, checkpointed: bool) -> int:
-        """The peak memory of a pass: with the head's chunk of logits, or in the backward pass of a layer."""
+        """The peak bytes of a pass: reached with the head's chunk of logits, or in the backward pass of a layer."""
         head = min(tokens * self.logits, max(LARGE_CHUNK, self.logits)) + 2 * tokens * self.states + self.head_gradient
         layer = tokens * self.layer * (LAYER_BACKWARD + checkpointed)
         return int(self.kept(tokens, checkpointed=checkpointed) + max(head, layer))
@@ -53,7 +53,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Passes:
-    """How the update goes through a mini-batch."""
+    """The size of the update's passes over a mini-batch, and whether their layers are checkpointed."""
 
     tokens: int
     checkpointed: bool
@@ -62,8 +62,8 @@ class Passes:
 def choose_passes(of: Activations, room: float, most: int, busy: int, longest: int) -> Passes | None:
     """The largest pass that fits into ``room`` bytes; None if a single response of ``longest`` tokens does not fit.
 
-    A pass has ``most`` tokens, or a half, a quarter … of them, but at least ``longest``. A pass of ``busy`` tokens
-    already keeps the device busy, so smaller passes, down to this size, come before gradient checkpointing.
+    A pass has ``most`` tokens, or a half, a quarter … of ``most``, but at least ``longest``. A pass of ``busy`` tokens
+    already keeps the device busy, so passes are made smaller, down to ``busy``, before gradient checkpointing is used.
     """
     least, smallest = (min(most, max(tokens, longest)) for tokens in (busy, longest))
     halves = {size for power in range(most.bit_length()) if (size := most >> power) >= smallest}
@@ -74,7 +74,10 @@ def choose_passes(of: Activations, room: float, most: int, busy: int, longest: i
 
 
 def measure(model: Any, prompt: int, response: int, group: int) -> Activations | None:
-    """The memory of a group's responses, from a model on the meta device; None if the model cannot be run packed."""
+    """The memory of a pass over one group's responses, measured with a model on the meta device.
+
+    None if the model cannot be run packed.
+    """
     model.eval()
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     trunk, head = getattr(base, base.base_model_prefix), base.get_output_embeddings()

@@ -1,9 +1,9 @@
 """Attention over packed sequences of different lengths, registered with transformers as ``"poise"``.
 
-transformers' models pass keywords of the forward call on to their attention function. Without ``packing=`` this
-function is transformers' own "sdpa", mask included. With ``packing=`` the tokens belong to a ``Packed``: half precision
-on CUDA runs torch's variable-length flash kernel; anything else is padded, but only inside the attention. With
-``decoding=`` an engine manages the keys and values (``sampling/native/kv_cache.py``).
+transformers' models pass keywords of the forward call on to their attention function. Without ``packing=``, poise's
+function is transformers' own "sdpa", mask included. With ``packing=``, the tokens belong to a ``Packed``: half
+precision on CUDA runs torch's variable-length flash kernel; in all other cases segments are padded, but only inside the
+attention function. With ``decoding=``, an engine manages the keys and values (``sampling/native/kv_cache.py``).
 
 Shapes: L packed tokens, S segments, n sequences in decoding, H query heads, G key heads (H is a multiple of G), D head
 width.
@@ -43,7 +43,10 @@ class Decoding(Protocol):
         ...
 
     def attend_text(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """(L, H, D) attention of packed tokens to themselves and all earlier tokens of their sequences, all cached."""
+        """(L, H, D) attention of packed tokens to themselves and all earlier tokens of their sequences.
+
+        The keys and values of all these tokens are in the cache.
+        """
         ...
 
 
@@ -108,8 +111,9 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def adopt(model: Any) -> bool:
     """Set the model's attention implementation, and return whether the model can be run packed.
 
-    It can if its layers pass on everything that the attention function needs; transformers' flash attention has the
-    same condition. Only "eager" applies a soft-cap on attention scores; "sdpa" would silently ignore it.
+    A model can be run packed if its layers pass everything that the attention function needs to it; transformers' flash
+    attention has the same condition. Only "eager" applies a soft-cap on attention scores; "sdpa" would silently ignore
+    it.
     """
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
@@ -143,7 +147,7 @@ def _has_flash(device: torch.device) -> bool:
 def flash_takes(like: Tensor, key: int, value: int) -> bool:
     """Whether torch's flash kernel supports heads of these widths on the device and in the dtype of ``like``.
 
-    True on the meta device, which stands for CUDA when memory is forecast.
+    The meta device counts as CUDA with the kernel, because memory is forecast there.
     """
     if key != value or key % 8 or key > 256:
         return False
@@ -208,8 +212,8 @@ def over_slots(
 ) -> Tensor:
     """Attention of (n, H, D) queries, one per slot, over the first ``used`` (n,) of (n, length, G, D) keys.
 
-    Each query's token is the last used key's. ``starts_q`` are the boundaries of queries (0, 1, …), ``starts_k`` the
-    boundaries of slots (0, length, …). ``used``, ``starts_q`` and ``starts_k`` are int32.
+    Each query belongs to the token of the last used key. ``starts_q`` has the boundaries of queries (0, 1, …),
+    ``starts_k`` the boundaries of slots (0, length, …). ``used``, ``starts_q`` and ``starts_k`` are int32.
     """
     if _has_kernel(q, values):
         # The query belongs to the last key, so a causal mask would hide nothing. Without a mask, the kernel reads a key
@@ -233,10 +237,11 @@ def text_over_slots(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attention of (L, H, D) packed queries, several per slot, over (S, length, G, D) keys, by the flash kernel.
+    """Attention of (L, H, D) packed queries, several per slot, over (n, length, G, D) keys, by the flash kernel.
 
-    A slot uses its first ``used`` (n,) keys, and its queries belong to the last of these. ``starts_q`` are the
-    boundaries of the slots' queries, ``starts_k`` (n + 1,) the boundaries of the slots. All three are int32.
+    A slot uses its first ``used`` (n,) keys, and its queries belong to the tokens of the last of these keys.
+    ``starts_q`` has the boundaries of the slots' queries, ``starts_k`` (n + 1,) the boundaries of the slots. All three
+    are int32.
     """
     packed = q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1)
     return _run_kernel(*packed, starts_q, starts_k, longest_q, keys.shape[1], scale, window, used=used)
@@ -254,7 +259,7 @@ def text_over_keys(q: Tensor, keys: Tensor, values: Tensor, scale: float | None,
 
 
 def repeat(x: Tensor, index: Tensor) -> Tensor:
-    """``x[index]`` with repeated rows, whose gradients are summed in float32."""
+    """``x[index]``. The gradients of a repeated row are summed in float32."""
     half = x.dtype in (torch.bfloat16, torch.float16)
     return _Repeat.apply(x, index) if half else x.index_select(0, index)  # type: ignore[no-untyped-call]
 
@@ -303,7 +308,7 @@ def _to_rectangles(x: Tensor, padded: Padded) -> list[Tensor]:
 
 
 class _Spread(torch.autograd.Function):
-    """From packed tokens to slots. Padding is never read, so the gradient is a selection too."""
+    """Copy packed tokens to slots. The output of padding is never read, so the gradient is a selection too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, slots: Tensor) -> Tensor:
@@ -316,7 +321,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(_Repeat):
-    """From slots back to packed tokens. No slot is read twice, and padding gets a gradient of 0."""
+    """Copy slots back to packed tokens. No slot is read twice, and padding gets a gradient of 0."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

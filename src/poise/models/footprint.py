@@ -1,4 +1,4 @@
-"""The memory that training takes, known from a model's configuration alone, before its weights are loaded."""
+"""Compute the memory that training takes from a model's configuration alone, before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """The largest number of tokens of a prompt and its response together."""
+        """The largest combined length of a prompt and its response, in tokens."""
         return self.prompt + self.response
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes that a run holds on the device throughout and, with ``rows``, the bytes of a pass and the KV cache."""
+    """The bytes that a run holds on the device from start to end.
+
+    With ``rows``, also the bytes of a pass and of the KV cache.
+    """
 
     parameters: int
     weights: int
@@ -59,8 +62,9 @@ class Footprint:
     ) -> Footprint | None:
         """The footprint of a model by its name. None if transformers cannot build it from its configuration.
 
-        ``copies`` says whether the run also needs the starting weights; with an adapter they need no copy. ``moments``
-        is the number of bytes of Adam's moments per trained weight. With ``rows``, activations are measured too.
+        ``copies`` says whether the run also needs the starting weights; a run with an adapter needs no copy of them.
+        ``moments`` is the number of bytes of Adam's moments per trained weight. With ``rows``, activations are measured
+        too.
         """
         kind = resolve_dtype(dtype, resolve_device(device))
         try:
@@ -85,7 +89,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """The sum of all parts that the run holds throughout."""
+        """The bytes that the run holds on the device from start to end."""
         return self.weights + self.training + self.copy
 
     def __str__(self) -> str:
@@ -118,7 +122,7 @@ class Footprint:
         return self.total + max(self.activations.peak(longest, checkpointed=True), longest * self.activations.cache)
 
     def fits(self, device: torch.device) -> bool:
-        """Whether the device may be large enough; on CUDA, with the smallest pass."""
+        """Whether the run may fit on the device. On CUDA this includes the smallest pass."""
         room = total_bytes(device)
         if room is None:
             return True
@@ -127,7 +131,10 @@ class Footprint:
     def check(
         self, name: str, device: str, others: Callable[[], Iterable[tuple[str, Footprint | None]]] = tuple
     ) -> None:
-        """Raise ModelError if the device is too small. ``others`` are changed settings that would need less memory."""
+        """Raise ModelError if the device is too small.
+
+        ``others`` returns changed settings that would need less memory, each with its footprint.
+        """
         place = resolve_device(device)
         if self.fits(place):
             return

@@ -52,11 +52,10 @@ def load_policy(
     """Load a model by hub id (``NAME@REVISION``), folder, run, checkpoint or adapter, or one of ``SHIPPED``.
 
     ``dtype="auto"`` is bfloat16 on CUDA, float32 elsewhere. ``lora`` has the fields rank, alpha and targets; ``seed``
-    initialises its adapter and leaves torch's global generator alone. ``remote_code`` lets the model's repository run
+    initialises the adapter without changing torch's global generator. ``remote_code`` lets the model's repository run
     code. ``compiled`` runs training through torch.compile; None compiles on CUDA if that saves time in training on
-    ``tokens`` tokens. ``longest`` is the largest number of tokens of prompt and response together, for which rotary
-    embeddings that depend on the length are fixed (``poise.models.rope``). ``template`` has the chat template's
-    arguments.
+    ``tokens`` tokens. ``longest`` is the largest combined length of a prompt and its response: rotary embeddings that
+    depend on the length are fixed for it (``poise.models.rope``). ``template`` has the chat template's arguments.
     """
     model, tokenizer = load_model(
         name, device=device, dtype=dtype, lora=lora, seed=seed, remote_code=remote_code, template=template
@@ -90,7 +89,7 @@ def load_model(
         if torch_device.type == "cpu" and getattr(model, "is_quantized", False):
             raise ModelError(
                 f"{name}: its weights are quantised, and bitsandbytes computes no gradients through them on a CPU: "
-                "train it on CUDA, or a copy of the model that is not quantised"
+                "train it on CUDA, or train an unquantised copy of the model"
             )
         model = add_adapter(model, lora, seed)
     model.to(torch_device)
@@ -100,14 +99,17 @@ def load_model(
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model that the user has loaded, and its tokenizer. Neither is ever changed."""
+    """A model that the user has loaded, and its tokenizer. poise never changes either of them."""
 
     model: Any
     tokenizer: Any
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any = None) -> LoadedModel:
-        """``model`` with a tokenizer, or a tokenizer's name; by default, the one from where the model was loaded."""
+        """Combine a model with its tokenizer.
+
+        ``tokenizer`` is a tokenizer or its name; by default, it is loaded from where the model was loaded.
+        """
         if not all(hasattr(model, name) for name in ("get_input_embeddings", "generate", "config")):
             raise TypeError(f"model: expected a hub id, a folder or a loaded transformers model, got {short(model)}")
         if hasattr(model, "peft_config") and not hasattr(model, "merge_and_unload"):
@@ -118,14 +120,19 @@ class LoadedModel:
         if tokenizer is None or isinstance(tokenizer, str | os.PathLike):
             name = str(tokenizer or getattr(model, "name_or_path", ""))
             if not name:
-                raise ModelError("model: it does not say where it was loaded from: pass its tokenizer too, tokenizer=…")
+                raise ModelError(
+                    "model: its name_or_path is empty, so poise finds no tokenizer: pass its tokenizer too, tokenizer=…"
+                )
             tokenizer, _ = load_tokenizer(name)
         if not hasattr(tokenizer, "get_vocab"):
             raise TypeError(f"tokenizer: expected a tokenizer of transformers, or its name, got {short(tokenizer)}")
         return cls(model, tokenizer)
 
     def copy(self, name: str, dtype: torch.dtype, template: Mapping[str, Any] | None) -> tuple[Any, Any]:
-        """A copy of the model, to train, and its tokenizer, as if loaded from a folder; adapters are merged."""
+        """Return a copy of the model for training and its tokenizer, as if both were loaded from a folder.
+
+        Adapters are merged.
+        """
         load_checks.check_weights(name, self.model)
         model = copy.deepcopy(self.model)
         if hasattr(model, "peft_config"):
@@ -144,7 +151,7 @@ class LoadedModel:
         return model, tokenizer
 
     def __fingerprint__(self) -> dict[str, str]:
-        """A hash of the weights, and one of the tokenizer."""
+        """A hash of the weights and a hash of the tokenizer."""
         weights, tokenizer = hashlib.sha256(), self.tokenizer
         with torch.no_grad():
             for name, value in sorted(self.model.state_dict().items()):
@@ -194,8 +201,9 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def add_adapter(model: Any, lora: Any, seed: int) -> Any:
     """Wrap the model with a new LoRA adapter, initialised from ``seed``.
 
-    The adapter has the model's dtype; ``MasterWeights`` has its float32 copy, as for all weights that are trained in
-    half precision. peft's float32 adapter would compute in float32, and keep float32 inputs for the backward pass.
+    The adapter has the model's dtype. ``MasterWeights`` has float32 copies of all weights that are trained in half
+    precision, adapters included. peft's float32 adapter would compute in float32, and keep float32 inputs for the
+    backward pass.
     """
     import peft
 
@@ -222,7 +230,7 @@ def add_adapter(model: Any, lora: Any, seed: int) -> Any:
 def load_tokenizer(
     name: str, *, remote_code: bool = False, template: Mapping[str, Any] | None = None
 ) -> tuple[Any, list[int]]:
-    """The model's tokenizer and the tokens that end a response, without the model."""
+    """Load the model's tokenizer without the model. Returns it with the tokens that end a response."""
     import transformers
 
     hub_id, revision = split_revision(name)
@@ -258,13 +266,16 @@ def _load_tokenizer(name: str, source: str, common: dict[str, Any], template: Ma
 
 
 def _set_arguments(name: str, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-    """Pass these arguments to the chat template in every prompt. Refuse unknown ones, which it would ignore."""
+    """Pass these arguments to the chat template in every prompt.
+
+    Raises ModelError for unknown arguments, which the template would ignore.
+    """
     text = tokenizer.chat_template
     written = str(text.values() if isinstance(text, dict) else text or "")
     for argument in arguments:
         if not re.search(rf"\b{re.escape(argument)}\b", written):
             has = "has no argument of that name" if text else "does not exist: the model has none"
-            raise ModelError(f"template.{argument}: the chat template of {name} {has}; leave it out")
+            raise ModelError(f"template.{argument}: the chat template of {name} {has}; remove it")
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **arguments)
 
 
@@ -287,7 +298,7 @@ def _load_weights(name: str, source: str, dtype: torch.dtype, common: dict[str, 
 
 
 def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer with more tokens than the model has."""
+    """Raise ModelError if the tokenizer has more tokens than the model."""
     size, tokens = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size  # without tokens added later
     if tokens > size:
         raise ModelError(
@@ -297,7 +308,7 @@ def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
 
 
 def configuration(name: str, remote_code: bool = False) -> Any:
-    """The configuration of a model, or of the model that an adapter belongs to."""
+    """The configuration of a model; for an adapter, of its base model."""
     import transformers
 
     hub_id, revision = split_revision(name)
@@ -315,7 +326,10 @@ def configuration(name: str, remote_code: bool = False) -> Any:
 
 
 def check_config(name: str, config: Any, remote_code: bool) -> None:
-    """Refuse a config that makes transformers run third-party attention code or build millions of layers."""
+    """Raise ModelError for a config that asks for third-party attention code or for too many layers.
+
+    transformers would run that code or try to build these layers.
+    """
     if (layers := getattr(config.get_text_config(), "num_hidden_layers", 0)) > MOST_LAYERS:
         raise ModelError(f"{name}: its config.json asks for {layers:,} layers, more than {MOST_LAYERS:,}; correct it")
     implementation = str(getattr(config, "_attn_implementation", None))
@@ -329,7 +343,7 @@ def check_config(name: str, config: Any, remote_code: bool) -> None:
 def _load_adapted(
     folder: Path, *, device: str, dtype: str, remote_code: bool, template: Mapping[str, Any] | None
 ) -> tuple[Any, Any]:
-    """A LoRA adapter merged into its base model, and the base model's tokenizer."""
+    """Merge a LoRA adapter into its base model. Returns the merged model and the base model's tokenizer."""
     import peft
 
     base = adapted_model(folder)
@@ -362,16 +376,19 @@ def has_adapter(name: str) -> bool:
 
 
 def adapted_model(folder: Path) -> str | None:
-    """The model that the adapter in a folder belongs to; None if the folder has no adapter."""
+    """The base model of the adapter in a folder; None if the folder has no adapter."""
     if not (folder / "adapter_config.json").exists():
         return None
     base = _base_model(folder)
-    # The adapter may have been saved on another machine, with its path there.
+    # The adapter may have been saved on another machine, with that machine's path.
     return next((name for name, shipped in SHIPPED.items() if shipped.name == Path(base).name), base)
 
 
 def _base_model(folder: Path) -> str:
-    """The base model that an adapter names. Refuses an adapter for which peft would unpickle a file or import code."""
+    """The base model that an adapter names.
+
+    Raises ModelError if peft would unpickle a file or import code to load the adapter.
+    """
     if not (folder / "adapter_model.safetensors").is_file():
         raise ModelError(f"{folder}: this adapter has no adapter_model.safetensors, and poise loads no other format")
     try:

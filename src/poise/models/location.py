@@ -1,4 +1,4 @@
-"""Where a model is: in the package, a folder, a run, a checkpoint or on the hub. Does not import transformers."""
+"""Locate a model: in the package, a folder, a run, a checkpoint or on the hub. Does not import transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def locate(name: str) -> str:
-    """The model's folder or hub id. A run means the model of its newest checkpoint."""
+    """Return the model's folder or hub id. A run means the model of its newest checkpoint."""
     if name in SHIPPED:
         return str(SHIPPED[name])
     if live.is_name(name):  # a loaded model
@@ -57,9 +57,9 @@ def locate(name: str) -> str:
 
 
 def _check_place(name: str, folder: Path) -> None:
-    """Refuse a file, a folder without a model, and a path that does not exist.
+    """Raise ModelError for a file, a folder without a model, or a path that does not exist.
 
-    A name in a folder that has runs is a mistyped run, not a hub id.
+    A missing name in a folder that has runs counts as a mistyped run, not as a hub id.
     """
     if folder.is_file():
         raise ModelError(f"{name} is a file: name the folder of a model, a run, or a hub id")
@@ -78,7 +78,10 @@ def _check_place(name: str, folder: Path) -> None:
 
 
 def check_hub(name: str, revision: str | None = None) -> None:
-    """Refuse a name that is not in the hub's cache if the hub is unreachable: transformers would retry for a minute."""
+    """Raise ModelError if a model is not in the hub's cache and the hub is unreachable.
+
+    transformers would retry for a minute.
+    """
     from huggingface_hub import constants, get_session, try_to_load_from_cache
 
     address = f"{constants.ENDPOINT}/{name}/resolve/{revision or 'main'}/config.json"
@@ -100,7 +103,7 @@ class Repository:
         self.name, self._api = name, _api()
         self.address = str(self._try("create it", self._api.create_repo, name, private=not public, exist_ok=True))
         if not public and not self._try("look at it", self._api.repo_info, name).private:
-            raise ModelError(f"{name} is on the hub already, and is public: add --public to put the model there")
+            raise ModelError(f"{name} already exists on the hub and is public: add --public to upload the model")
 
     def upload(self, folder: Path, message: str) -> None:
         """Upload all files of a folder in one commit."""

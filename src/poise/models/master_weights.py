@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class MasterWeights:
-    """The optimizer's parameters: float32 masters of half-precision parameters, and all other parameters themselves.
+    """The optimizer's parameters: float32 masters for half-precision parameters, and all other parameters as they are.
 
     A bfloat16 weight cannot take a step smaller than 1/256 of itself, and a sum of several micro-batches' gradients in
     bfloat16 would be rounded at every addition. So the masters accumulate gradients and take the optimizer's steps in
@@ -43,8 +43,8 @@ class MasterWeights:
 def _collect(master: Tensor, parameter: Tensor) -> None:
     """Move a parameter's gradient to its master as soon as it is computed.
 
-    The parameter's gradient is cleared first, so that none is left if memory runs out here. This is a plain function
-    because a bound method as a hook would never let the model be freed.
+    The parameter's gradient is cleared first, so that none is left if memory runs out here. This is a plain function,
+    because a bound method as a hook would keep the model from ever being freed.
     """
     gradient, parameter.grad = parameter.grad, None
     if gradient is None:

@@ -38,9 +38,9 @@ STRETCHED = ("linear", "dynamic", "yarn")  # rotary embeddings whose factor exte
 class Policy:
     """A model and its tokenizer.
 
-    ``trunk`` is everything below the head: it gives hidden states without the logits of every token. ``packed`` says
-    whether responses can be run end to end without padding. The constructor checks on a few tokens that
-    ``head(trunk(x))`` is the model's own output, and that packed passes give the same states as separate passes.
+    ``trunk`` is the model without its head: it returns hidden states and computes no logits. ``packed`` says whether
+    responses can be run end to end without padding. The constructor checks on a few tokens that ``head(trunk(x))`` is
+    the model's own output, and that packed passes give the same states as separate passes.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, compiled: bool = False, longest: int | None = None) -> None:
@@ -50,7 +50,7 @@ class Policy:
         if not isinstance(trunk, nn.Module) or type(output) not in (nn.Linear, nn.Embedding):
             raise ModelError(
                 f"{type(base).__name__}: poise needs a causal language model with a plain linear head"
-                + ("; leave lm_head out of lora.targets" if hasattr(output, "lora_A") else "")
+                + ("; remove lm_head from lora.targets" if hasattr(output, "lora_A") else "")
             )
         self.base: Any = base  # the model without its LoRA adapter
         self.trunk: nn.Module = trunk
@@ -82,7 +82,7 @@ class Policy:
 
     @property
     def end_tokens(self) -> list[int]:
-        """The tokens that end a response, except tokens that the model cannot draw."""
+        """The tokens that end a response, without tokens that the model cannot sample."""
         ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         configured = ends if isinstance(ends, list) else [ends]
         size = len(self._output.weight)
@@ -91,12 +91,12 @@ class Policy:
 
     @cached_property
     def vocabulary_hash(self) -> str:
-        """A hash of the vocabulary. It is equal for tokenizers in which the same ids mean the same tokens."""
+        """A hash of the vocabulary. Two tokenizers have the same hash if the same ids mean the same tokens."""
         tokens = sorted(self.tokenizer.get_vocab().items())
         return hashlib.sha256(repr(tokens).encode("utf-8", "surrogatepass")).hexdigest()
 
     def head(self, temperature: float = 1.0) -> Head:
-        """The model's head with the temperature that sampling uses. Gradients reach its weight."""
+        """The model's head at a sampling temperature. Gradients reach the head's weight."""
         master = self.master_weights.masters.get(self._output.weight) if self.master_weights else None
         head = self._heads.get(temperature)
         if head is None or head.weight is not self._output.weight or head.master is not master:
@@ -118,7 +118,10 @@ class Policy:
         return self._known(encode_prefill(self.tokenizer, text))
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """Return the tokens. Refuse any without an embedding: a tokenizer may have more tokens than the model."""
+        """Return the tokens. Raise ModelError if one has no embedding.
+
+        A tokenizer may have more tokens than the model.
+        """
         if tokens and max(tokens) >= (size := self.base.get_input_embeddings().weight.shape[0]):
             text = self.tokenizer.decode([max(tokens)])
             raise ModelError(
@@ -148,7 +151,8 @@ class Policy:
     def hidden(self, batch: TokenBatch, tokens: Tensor | None = None) -> Tensor:
         """(N, d) hidden states that predict the model's own tokens in row order, or only ``tokens``.
 
-        ``tokens`` (N,) are flat indices into (B, T). A prompt that several responses share is run once, with gradients.
+        ``tokens`` (N,) are flat indices into (B, T). If several responses share a prompt, the prompt is run once, with
+        gradients.
         """
         self._check_rotary(max(len(extent.prompt.tokens) + extent.length for extent in extents_of(batch)))
         tokens = own_tokens(batch) if tokens is None else tokens
@@ -161,7 +165,7 @@ class Policy:
 
     @property
     def positions(self) -> int | None:
-        """The largest number of tokens of a prompt and its response together; None if the config sets no limit."""
+        """The largest combined length of a prompt and its response; None if the config sets no limit."""
         config = self.base.config.get_text_config()
         most = getattr(config, "max_position_embeddings", None)
         if not isinstance(most, int) or most < 1:
@@ -176,14 +180,15 @@ class Policy:
 
     @property
     def longest(self) -> int:
-        """The limit on the tokens of a prompt and its response together, from the config and from ``length_limit``."""
+        """The limit on the combined length of a prompt and its response: from the config and ``length_limit``."""
         return min((limit for limit in (self.positions, self.length_limit) if limit is not None), default=NO_LIMIT)
 
     def check_positions(self, prompt: int, max_tokens: int, described: str, setting: str = "max_tokens") -> None:
         """Raise ModelError if a prompt of ``prompt`` tokens and its longest response exceed the model's positions.
 
-        Beyond these a table of positions ends, or rotary embeddings have angles that the model was never trained on.
-        For the message, ``described`` is the prompt and ``setting`` the name of the setting that limits the response.
+        Beyond the last position, a position table ends, or rotary embeddings have angles that the model was never
+        trained on. In the message, ``described`` describes the prompt and ``setting`` names the setting that limits the
+        response.
         """
         most = self.positions
         if most is None or prompt + max_tokens <= most:
@@ -201,22 +206,28 @@ class Policy:
         self.check_positions(max_prompt, max_tokens, described, "rollout.max_tokens")
 
     def check_lengths(self, lengths: Iterable[tuple[int, int]]) -> None:
-        """Raise ModelError if a prompt and its longest response, (tokens, tokens), exceed the model's positions."""
+        """Raise ModelError if a prompt and its longest response exceed the model's positions.
+
+        ``lengths`` has the number of tokens of each prompt and of its longest response.
+        """
         need, prompt = max((prompt + max_tokens, prompt) for prompt, max_tokens in lengths)
         self.check_positions(prompt, need - prompt, f"a prompt of {prompt} tokens")
         self._check_rotary(need)
 
     def _check_rotary(self, tokens: int) -> None:
-        """Raise ModelError for sequences longer than the length for which a rotary embedding was fixed."""
+        """Raise ModelError if a sequence is longer than the length for which a rotary embedding was fixed."""
         if self.length_limit is not None and tokens > self.length_limit:
             raise ModelError(
                 f"a prompt and its response may have {tokens} tokens together, but the rotary embedding of "
-                f"{type(self.base).__name__} was fixed at load for {self.length_limit}: lower rollout.max_tokens, or "
-                f"load the model with longest={tokens}"
+                f"{type(self.base).__name__} was fixed at load for {self.length_limit} tokens: lower rollout.max_tokens, "
+                f"or load the model with longest={tokens}"
             )
 
     def padded_hidden(self, batch: TokenBatch, states_N: Tensor | None = None) -> Tensor:
-        """(B, T, d) hidden states for regulators, 0 outside the mask. ``states_N`` is ``hidden(batch)`` if known."""
+        """(B, T, d) hidden states for regulators, 0 outside the mask.
+
+        ``states_N`` is ``hidden(batch)``, if the caller has already computed it.
+        """
         places = own_tokens(batch)
         states = self.hidden(batch, places) if states_N is None else states_N
         padded = torch.zeros(*batch.mask.shape, states.shape[-1], dtype=states.dtype, device=states.device)
@@ -238,10 +249,10 @@ class Policy:
         return states
 
     def padded_states(self, batch: TokenBatch) -> Tensor:
-        """(B, T, d) hidden states: of the prompt's last token, then of all response tokens except the last.
+        """(B, T, d) hidden states of the prompt's last token, then of all response tokens except the last.
 
-        For models that cannot be run packed: a pass over the padded prompts fills a KV cache, a second pass runs the
-        responses on it.
+        For models that cannot be run packed. A pass over the padded prompts fills a KV cache; a second pass runs the
+        responses on this cache.
         """
         assert batch.targets is not None
         extents, prompt_numbers = extents_of(batch), dict[Prompt, int]()
@@ -274,7 +285,7 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities and entropies of the model's own tokens, 0 elsewhere. With gradients.
 
-        ``states_N`` is the result of ``hidden(batch)``, if it is known.
+        ``states_N`` is ``hidden(batch)``, if the caller has already computed it.
         """
         assert batch.targets is not None
         places = own_tokens(batch)
@@ -288,9 +299,9 @@ class Policy:
         return logp_BT, entropy_BT
 
     def budget(self, micro_tokens: int | None = None) -> int:
-        """Tokens per pass: ``micro_tokens``, by default enough to keep the device busy; fewer once memory has run out.
+        """The number of tokens per pass: ``micro_tokens``, or by default enough to keep the device busy.
 
-        On CUDA a pass of a small model has up to 4 times as many.
+        On CUDA the default is up to 4 times larger for a small model. Once memory has run out, passes are smaller.
         """
         if micro_tokens is None:
             micro_tokens = BUSY_TOKENS
@@ -300,11 +311,14 @@ class Policy:
         return min(micro_tokens, self.most_tokens or micro_tokens)
 
     def passes(self, batch: TokenBatch, rows: Sequence[int], micro_tokens: int | None = None) -> list[list[int]]:
-        """The rows of each pass over these rows of a batch."""
+        """Divide these rows of a batch into passes, and return the rows of each pass."""
         return pack(batch, rows, self.budget(micro_tokens))
 
     def save_memory(self) -> bool:
-        """Turn gradient checkpointing on. False if it is already on or the model does not support it."""
+        """Turn gradient checkpointing on.
+
+        Return False if it is already on or the model does not support it.
+        """
         if self.checkpointing or not self.packed:  # a padded pass needs a KV cache, which excludes checkpointing
             return False
         self.checkpointing = layers.enable_checkpointing(self.trunk)
@@ -313,14 +327,17 @@ class Policy:
     def save(self, folder: Path) -> None:
         """Save model and tokenizer as an ordinary transformers folder."""
         for adapter in getattr(self.model, "peft_config", {}).values():
-            if isinstance(adapter.target_modules, set):  # whose order differs from process to process
+            if isinstance(adapter.target_modules, set):  # a set's order differs from process to process
                 adapter.target_modules = sorted(adapter.target_modules)
         with progress_bars(False):
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
     def _run_trials(self) -> None:
-        """Refuse a model that poise would compute wrongly; turn packed passes off if their states differ."""
+        """Raise ModelError if poise would compute this model wrongly.
+
+        If packed passes give different states from separate passes, turn packed passes off.
+        """
         name = type(self.base).__name__
         try:
             fits = load_checks.head_fits(self)

@@ -154,8 +154,8 @@ def plain(tokenizer: Any, text: str) -> list[int]:
 def _check(contained: Sequence[str], harmless: bool) -> None:
     if not harmless:
         raise PromptError(
-            f"the text contains {', '.join(map(repr, contained))}, a control token of the model, and with this tokenizer "
-            "and chat template poise cannot encode it as plain text: remove it from the problem's text"
+            f"the text contains {', '.join(map(repr, contained))}, a control token of the model, and with this "
+            "tokenizer and chat template poise cannot encode it as plain text: remove it from the problem's text"
         )
 
 

@@ -1,9 +1,9 @@
-"""Rotary embeddings whose frequencies depend on the sequence length, fixed at one length for every sequence.
+"""Fix the frequencies of rotary embeddings that otherwise depend on the sequence length.
 
 transformers has two such kinds. ``longrope`` (Phi-3, 3.5, 4) switches frequencies past its original length; ``dynamic``
 lowers its frequencies as a sequence grows. Both use the longest sequence of the whole pass, so a response's
 log-probabilities would depend on its neighbours. Sampling and update would differ too: a KV cache keeps keys that were
-rotated while the response was short, but the update rotates all keys for a long one. So at load poise fixes the
+rotated while the response was short, but the update rotates all keys for the full length. So at load poise fixes the
 frequencies that transformers uses for a sequence of ``longest`` tokens. vLLM does the same.
 """
 
@@ -17,9 +17,10 @@ from torch import nn
 
 
 def pin(model: nn.Module, longest: int | None = None) -> int | None:
-    """Fix the frequencies for sequences of up to ``longest`` tokens, at least the original length.
+    """Fix the frequencies for sequences of up to ``longest`` tokens, or of the original length if it is larger.
 
-    Returns the largest sequence length for which they are valid; None if they do not depend on the length.
+    Returns the largest sequence length for which the frequencies are valid; None if no frequencies depend on the
+    length.
     """
     limits = [_pin(module, longest) for module in model.modules()]
     return min((limit for limit in limits if limit is not None), default=None)
@@ -48,7 +49,7 @@ def _varies(rope_type: object) -> bool:
 
 
 def _original(module: Any, layer: str | None) -> int:
-    """The length below which the frequencies are constant."""
+    """The sequence length up to which the frequencies are constant."""
     settings = module.config.rope_parameters
     settings = settings if layer is None else settings[layer]
     if settings["rope_type"] == "longrope":
@@ -60,8 +61,8 @@ def _original(module: Any, layer: str | None) -> int:
 def varying(model: nn.Module) -> str | None:
     """The name of a rotary embedding whose angles change when a distant position joins the pass; None if there is none.
 
-    A distant position costs nothing here, so this tests lengths that would be too slow in a trial of the whole model.
-    It runs on a copy, because the module may have state, and on the CPU, where an index beyond a table raises an error.
+    Only the rotary embedding runs, so this can test positions that would be too slow in a trial of the whole model. It
+    runs on a copy, because the module may have state, and on the CPU, where an index beyond a table raises an error.
     """
     for name, module in model.named_modules():
         if not any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
@@ -75,7 +76,7 @@ def varying(model: nn.Module) -> str | None:
                 near = rotary(x, torch.arange(4)[None], **more)
                 beside = rotary(x, torch.tensor([[0, 1, 2, 3, 1 << 24]]), **more)
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-                continue  # it does not take positions, or has a short table
+                continue  # the module does not take positions, or has a short table
             if not all(torch.allclose(a, b[..., :4, :], atol=1e-5) for a, b in zip(near, beside, strict=True)):
                 return str(name)
     return None

@@ -41,7 +41,7 @@ class HiddenStates:
             self.wanted.add(row)
 
     def keep(self, rows: Sequence[int], states_N: Tensor) -> None:
-        """Store the states of a pass over these rows, but only of wanted rows."""
+        """Store the states of a pass over these rows, but only for wanted rows."""
         parts = states_N.split([extents_of(self.batch)[row].own for row in rows])
         whole = self.wanted.issuperset(rows)  # else a view would keep the other rows alive
         self.kept |= {
@@ -49,7 +49,7 @@ class HiddenStates:
         }
 
     def forget(self) -> None:
-        """Free the stored states. From now on, reading takes a forward pass with the weights at that time."""
+        """Free the stored states. Later reads take a forward pass with the weights at that time."""
         self.kept, self.wanted = {}, set()
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ def score_all(
 ) -> tuple[Tensor, Tensor]:
     """(B, T) log-probabilities and entropies of all responses under the current policy.
 
-    ``states`` stores the hidden states of its wanted rows; none if memory runs out.
+    ``states`` stores the hidden states of its wanted rows. If memory runs out, it frees all of them.
     """
     logp_BT, entropy_BT = torch.zeros_like(batch.old_logp), torch.zeros_like(batch.old_logp)
 
@@ -122,7 +122,10 @@ def _in_passes(
     score: Callable[[list[int]], None],
     states: HiddenStates | None = None,
 ) -> None:
-    """Call ``score`` with the rows of each packed pass. If memory runs out, retry without states, then with less."""
+    """Call ``score`` with the rows of each packed pass.
+
+    If memory runs out, retry without stored states, then with smaller passes.
+    """
     while True:
         bins = policy.passes(batch, range(len(batch.mask)), micro_tokens)
         try:
@@ -138,7 +141,7 @@ def _in_passes(
 
 
 def take_less(policy: Policy, largest: int) -> None:
-    """Limit later passes to half of ``largest``, the tokens of the pass that did not fit.
+    """Limit later passes to half of ``largest``, the number of tokens in the pass that did not fit.
 
     Raises an error if that pass had a single response (``largest`` is 0), or with ``deterministic=true``.
     """
@@ -152,5 +155,8 @@ def take_less(policy: Policy, largest: int) -> None:
 
 
 def largest_pass(batch: TokenBatch, bins: Sequence[Sequence[int]]) -> int:
-    """The largest number of tokens in a pass of several responses, counting each prompt once; 0 without such a pass."""
+    """The largest number of tokens in a pass of several responses, counting each prompt once.
+
+    0 if every pass has a single response.
+    """
     return max((tokens_in(batch, rows) for rows in bins if len(rows) > 1), default=0)
