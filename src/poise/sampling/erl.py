@@ -1,21 +1,21 @@
-"""ERL (arXiv 2602.13949): reflect on a failed attempt, try again, and learn a success without the reflection.
+"""ERL (arXiv 2602.13949): reflect on a failed attempt, try again, and learn to succeed without the reflection.
 
     attempt y¹ ~ π(·|x) ─ wrong ─▶ feedback f ─▶ reflection Δ ~ π(·|x, y¹, f) ─▶ second attempt y² ~ π(·|x, Δ)
                                                                                      │
                                         consolidation: y² as an attempt at x alone ◀─┘
 
-The policy reads its failed attempt and the environment's feedback. Between ``<prompt>`` tags it writes a system prompt
-for the second attempt. Rewards are normalised within (problem, role) groups; the roles are first attempt, reflection
+The policy reads its failed attempt and the environment's feedback, and writes a system prompt for the second attempt
+between ``<prompt>`` tags. Rewards are normalised within (problem, role) groups; the roles are first attempt, reflection
 and second attempt. A reflection gets the score of the second attempt. A consolidated row has the prompt of the first
 attempt and the tokens of the second; its advantage is 1 if the second attempt was right, else 0. So the policy learns
 to succeed without a reflection.
 
 As in the authors' code: only failed attempts are retried; the groups; the score of a reflection; the second attempt
-keeps the opening if the reflection cannot be read; failed second attempts are consolidated too (with advantage 0 they
-count in the denominator and in the KL term); ``A = r`` for a row that is alone in its group. **Ours:** for the retry,
-the lone row and the consolidated row, r is ``Score.correct``, whatever the task's reward is; the texts of all prompts;
-the last pair of tags counts; texts that do not fit into the model are shortened or left out; an attempt without a
-verdict is not retried.
+starts like the first if the reflection cannot be read; failed second attempts are consolidated too (with advantage 0
+they count in the denominator and in the KL term); ``A = r`` for a row that is alone in its group. **Ours:** for the
+retry, the lone row and the consolidated row, r is ``Score.correct``, whatever the task's reward is; the texts of all
+prompts; of several pairs of tags, the last one counts; texts that exceed the model's context are shortened or dropped;
+an attempt without a verdict is not retried.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Erl:
     """``group`` attempts at each problem; the policy reflects on failed ones and tries again.
 
     ``reflection=false`` equals GRPO bit for bit. ``consolidation`` adds the second attempts as answers to the plain
-    prompt. ``memory`` adds the last advice that led to success to each question. ``lone`` decides about a reflection or
-    second attempt that is alone in its group: with "success" its advantage is 1 or 0, "drop" leaves it out.
+    prompt. ``memory`` adds the last advice that led to success to each question. ``lone`` applies to a reflection or
+    second attempt that is alone in its group: "success" sets its advantage to 1 or 0, "drop" removes the row.
     ``reflection_tokens`` is the maximum length of a reflection; ``temperature`` and ``top_p`` apply to reflections
     (None: as in the run). ``ask`` is the question, with the fields {task}, {attempt}, {feedback} and {memory};
-    ``recall`` is the text of {memory}, with the field {advice}. ``begin`` is the text with which every reflection
-    begins: use "<prompt>" for a small model that forgets the tags; the end of the reply then closes the tag.
+    ``recall`` is the text of {memory}, with the field {advice}. ``begin`` is the text that starts every reflection:
+    use "<prompt>" for a small model that forgets the tags; the end of the reply then closes the tag.
     """
 
     group: int = GROUP
@@ -96,7 +96,7 @@ class Erl:
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
     ) -> tuple[list[Trajectory], Memory | None]:
-        """The first attempts, group after group; then reflections, second attempts and consolidated rows."""
+        """Return the first attempts, group after group; then reflections, second attempts and consolidated rows."""
         if not self.reflection:
             return Grpo(self.group).collect(problems, sampler, seed, memory)
         openings: dict[int, list[Message]] = {}
@@ -126,7 +126,7 @@ class Erl:
         remembered: str | None,
         seed: int,
     ) -> dict[int, Retry]:
-        """The retries, by row of the first attempt."""
+        """Reflect on the failed attempts and retry them. Returns the retries by row of the first attempt."""
         asking = self._asking(sampler)
         questions: dict[int, Problem] = {}
         for row, sample in enumerate(first):
@@ -157,7 +157,7 @@ class Erl:
         }
 
     def _prefix(self, sampler: Sampler) -> list[int]:
-        """The tokens with which every reflection begins."""
+        """The tokens of ``begin``, which start every reflection."""
         tokens = plain(sampler.policy.tokenizer, self.begin) if self.begin else []
         if len(tokens) >= self.reflection_tokens:
             raise ModelError(
@@ -167,7 +167,7 @@ class Erl:
         return tokens
 
     def _asking(self, sampler: Sampler) -> Sampler:
-        """A sampler for reflections."""
+        """Return a sampler for reflections."""
         sampling = sampler.sampling
         if self.temperature is not None:
             sampling = replace(sampling, temperature=self.temperature)
@@ -186,7 +186,7 @@ class Erl:
     def _question(
         self, sampler: Sampler, asking: Sampler, sample: Trajectory, opening: Sequence[Message], remembered: str | None
     ) -> str | None:
-        """The question about a failed attempt, shortened to fit; None if it cannot fit."""
+        """Return the question about a failed attempt, shortened to fit into the context; None if it never fits."""
         task, feedback = task_of(opening), result_of(sampler.task, sample)
 
         def fitting(memory: str) -> str | None:
@@ -200,9 +200,9 @@ class Erl:
         return recalled or fitting("")
 
     def _rows(self, retries: Sequence[Retry], most: int) -> Iterator[Trajectory]:
-        """The rows of the retries.
+        """Yield the training rows of the retries.
 
-        Of a retry without a verdict only the second attempt is a row, for the trainer to count.
+        A retry without a verdict yields only its second attempt, so that the trainer counts the failure.
         """
         judged = [retry for retry in retries if retry.second.score.failed is None]
         size = Counter(retry.first.group for retry in judged)
@@ -218,7 +218,7 @@ class Erl:
             yield from (row for row in rows if len(row.prompt.tokens) + len(row.tokens) <= most)
 
     def metrics(self, samples: Sequence[Trajectory]) -> dict[str, float]:
-        """``first/…``, ``reflection/…``, ``second/…`` and ``consolidated/…`` of a step: see docs/erl.md."""
+        """Return the metrics ``first/…``, ``reflection/…``, ``second/…`` and ``consolidated/…`` (docs/erl.md)."""
         first = [sample for sample in samples if sample.role == FIRST]
         retried = [sample for sample in first if "readable" in sample.notes]
         judged = [sample for sample in retried if "second" in sample.notes]
@@ -241,8 +241,8 @@ class Erl:
 class Retry:
     """A failed attempt, the reflection on it, and the second attempt at its problem.
 
-    ``number`` is the attempt's number in its group, from 1; every row of the retry records it. ``advice`` is None if
-    the reflection cannot be read; ``opening`` is None if the second attempt started like the first.
+    ``number`` is the attempt's number in its group, from 1, which every row of the retry records. ``advice`` is None if
+    the reflection cannot be read. ``opening`` is None if the second attempt starts like the first.
     """
 
     number: int
@@ -254,7 +254,7 @@ class Retry:
 
     @property
     def notes(self) -> dict[str, float]:
-        """Numbers about the retry, recorded with the first attempt."""
+        """The retry's statistics, which are recorded with the first attempt."""
         notes = {
             "attempt": float(self.number),
             "readable": float(self.advice is not None),
@@ -265,7 +265,7 @@ class Retry:
         return notes if score.failed is not None else notes | {"second": float(score.correct)}
 
     def row(self, role: str) -> Trajectory:
-        """The reflection with the score of the second attempt, or the second attempt with the prompt it was given."""
+        """Return the reflection with the second attempt's score, or the second attempt with its own prompt."""
         notes = {"attempt": float(self.number)}
         if role == "reflection":
             return replace(self.reflection, role=role, score=self.second.score, notes=notes)
@@ -273,7 +273,7 @@ class Retry:
         return replace(self.second, role=role, problem=replace(self.second.problem, prompt=prompt), notes=notes)
 
     def consolidated(self) -> Trajectory:
-        """The second attempt as a response to the first attempt's prompt."""
+        """Return the second attempt as a response to the first attempt's prompt."""
         return replace(
             self.second,
             role=CONSOLIDATED,
@@ -287,7 +287,7 @@ class Retry:
 
 
 def _failed(sample: Trajectory) -> bool:
-    """Whether an attempt was judged wrong; False if it could not be scored."""
+    """Whether an attempt is wrong; False if the attempt has no verdict."""
     return not sample.score.correct and sample.score.failed is None
 
 
@@ -295,7 +295,7 @@ def _failed(sample: Trajectory) -> bool:
 
 
 def check_text(name: str, text: str, fields: Sequence[str]) -> None:
-    """Refuse a setting that is not text, or has an unknown field in curly brackets."""
+    """Raise an error if a setting is not text, or if a field in curly brackets is unknown or has a format."""
     if not isinstance(text, str):
         raise TypeError(f"erl: {name} must be text, got {short(text)}")
     try:
@@ -310,7 +310,7 @@ def check_text(name: str, text: str, fields: Sequence[str]) -> None:
 
 
 def read_advice(text: str) -> str | None:
-    """The text in the last pair of ``<prompt>`` tags with no other such tag between them; None without a pair."""
+    """Return the text in the last ``<prompt>…</prompt>`` pair without a tag inside; None if there is no such text."""
     parts = re.split(r"(?i)(</?prompt>)", text)  # text and tags alternate
     for at in range(len(parts) - 2, 1, -2):
         if parts[at].startswith("</") and not parts[at - 2].startswith("</"):
@@ -319,7 +319,7 @@ def read_advice(text: str) -> str | None:
 
 
 def result_of(task: Task, sample: Trajectory) -> str:
-    """The environment's feedback on an attempt, and a note if the attempt was cut off."""
+    """Return the environment's feedback on an attempt, with a note if the attempt was cut off."""
     assert sample.episode is not None
     turns = sum(message["role"] == "assistant" for message in sample.messages)
     text = feedback_on(task, sample.problem, sample.episode, sample.score, turns)
@@ -327,12 +327,12 @@ def result_of(task: Task, sample: Trajectory) -> str:
 
 
 def task_of(opening: Sequence[Message]) -> str:
-    """The messages with which the episode starts, as one text."""
+    """Return the first messages of an episode as one text."""
     return opening[0]["content"] if len(opening) == 1 else _dialogue(opening, SPEAKERS)
 
 
 def attempt_of(sample: Trajectory) -> str:
-    """The attempt as one text: the model's replies and the environment's messages, each with its speaker."""
+    """Return the attempt as one text: the model's replies and the environment's messages, each with its speaker."""
     if len(sample.messages) <= 1:
         return sample.text
     return _dialogue(sample.messages, {"assistant": "You"})
@@ -343,7 +343,7 @@ def _dialogue(messages: Sequence[Message], speakers: dict[str, str]) -> str:
 
 
 def shorten(text: str, build: Callable[[str], str], fits: Callable[[str], bool]) -> str | None:
-    """``build(text)``, after cutting the middle of the text until the result fits; None if it never fits."""
+    """Return ``build(text)``, with the middle of ``text`` cut until the result fits; None if it never fits."""
     keep, built = len(text), build(text)
     while not fits(built):
         if not keep:
@@ -355,7 +355,7 @@ def shorten(text: str, build: Callable[[str], str], fits: Callable[[str], bool])
 
 
 def fits(sampler: Sampler, messages: Sequence[Message], tools: Tools = ()) -> bool:
-    """Whether these messages and a reply fit into the model, with the settings of ``sampler``."""
+    """Whether these messages and a reply of ``sampler.max_tokens`` tokens fit into the model's context."""
     try:
         size = len(sampler.policy.encode(messages, tools))
     except Exception:  # a control token cannot be encoded as text; a chat template may raise anything
@@ -365,14 +365,14 @@ def fits(sampler: Sampler, messages: Sequence[Message], tools: Tools = ()) -> bo
 
 @dataclass(frozen=True)
 class Reflecting:
-    """Reflection as a task. The prompt of a problem is the question; the score comes from the second attempt."""
+    """Reflection as a task: a problem's prompt is the question, and the second attempt decides the score."""
 
     name: str = "reflection"
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:  # noqa: ARG002 (the task has no problems)
-        """No problems: the questions come from failed attempts."""
+        """Return no problems: the questions come from failed attempts."""
         return iter(())
 
     def score(self, problem: Problem, text: str) -> Score:  # noqa: ARG002
-        """No reward yet."""
+        """Return a score of 0; the second attempt's score replaces it later."""
         return Score(0.0, correct=False)

@@ -23,6 +23,6 @@ class Grpo:
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
     ) -> tuple[list[Trajectory], Memory | None]:
-        """All attempts, group after group."""
+        """Return all attempts, group after group."""
         attempts = sampler.play([problem for problem in problems for _ in range(self.group)], seed)
         return [replace(sample, group=row // self.group) for row, sample in enumerate(attempts)], memory

@@ -1,7 +1,7 @@
 """A frozen model behind an OpenAI-compatible completions endpoint: ``vllm serve``, ``transformers serve`` and others.
 
-``Server`` asks it to continue texts, and does not trust the answers. It repeats a failing request for ``patience``
-seconds; then the run stops, because a reward must not depend on luck.
+``Server`` sends texts to continue and validates the answers. It retries a failing request for ``patience`` seconds.
+Then the run stops, because server failures must not influence a reward.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from poise.models.policy import Policy
 
 TIMEOUT = 300.0  # seconds that one request may take
-PATIENCE = 300.0  # seconds for which a failing request is repeated: time to restart a server
-LONGEST_PAUSE = 10.0  # seconds between two tries
-BYTES = 1 << 20  # a reply may have this many bytes, and …
-TOKEN_BYTES = 1 << 10  # … this many more per requested token
-REPEATED = (408, 425, 429)  # statuses below 500 after which a request is repeated
+PATIENCE = 300.0  # seconds to retry a failing request: enough time to restart a server
+LONGEST_PAUSE = 10.0  # maximum seconds between two attempts
+BYTES = 1 << 20  # maximum size of an answer, plus …
+TOKEN_BYTES = 1 << 10  # … this size per requested token
+REPEATED = (408, 425, 429)  # 4xx statuses after which a request is retried
 INCOMPLETE = "\ufffd"  # replaces the bytes of an incomplete character
 MOST_BYTES = 4  # per character in UTF-8
 KEY = "POISE_RECEIVER_KEY"  # environment variable with the server's API key
@@ -45,7 +45,7 @@ class ReceiverError(ModelError):
 
 @dataclass(frozen=True)
 class Reply:
-    """A continuation. ``finished``: the model ended it; the token limit did not."""
+    """A continuation. ``finished`` is False if the token limit cut off the text."""
 
     text: str
     finished: bool = True
@@ -87,9 +87,9 @@ def is_address(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Server:
-    """An OpenAI-compatible server. ``address`` is like ``http://host:8000/v1``; ``#NAME`` behind it selects a model.
+    """An OpenAI-compatible server at ``address``, such as ``http://host:8000/v1``. Append ``#NAME`` to select a model.
 
-    A request may take ``timeout`` seconds; a failing request is repeated for ``patience`` seconds. At most
+    A request may take ``timeout`` seconds; a failing request is retried for ``patience`` seconds. At most
     ``concurrent`` requests run at once.
     """
 
@@ -110,7 +110,7 @@ class Server:
         check_whole("receiver", "concurrent", self.concurrent, 1)
 
     def check(self) -> str:
-        """Ask for one token; return the model's name. Called before a run, to find a server that is down."""
+        """Request one token and return the model's name. Before a run, this detects a server that is down."""
         name = self._name()
         self.complete(["."], [1], [0], Sampling())
         return name
@@ -133,7 +133,7 @@ class Server:
                 raise
 
     def _name(self) -> str:
-        """The model's name from the address, or the first model that the server lists."""
+        """Return the model's name from the address, or the first model that the server lists."""
         if named := urlsplit(self.address).fragment:
             return named
         with closing(_Calls(self)) as calls:
@@ -141,7 +141,7 @@ class Server:
 
 
 def _body(name: str, prompt: str, limit: int, seed: int, sampling: Sampling) -> dict[str, Any]:
-    """The body of a request. Fields outside OpenAI's interface are sent only if needed, as some servers refuse them."""
+    """Build the body of a request. Fields outside OpenAI's API are only sent if needed: some servers reject them."""
     body = {"model": name, "prompt": prompt, "max_tokens": limit, "temperature": sampling.temperature}
     body |= {"seed": abs(seed) >> 32}  # 31 bits: the largest seeds that servers accept
     body |= {"top_p": sampling.top_p} if sampling.top_p < 1 else {}
@@ -150,7 +150,7 @@ def _body(name: str, prompt: str, limit: int, seed: int, sampling: Sampling) -> 
 
 
 def _reply(answer: Any, body: Any) -> Reply:
-    """Read the continuation. Any other answer raises ``_LieError``, or one of ``_MALFORMED``."""
+    """Parse the continuation. An invalid answer raises ``_LieError`` or one of ``_MALFORMED``."""
     if len(answer["choices"]) != 1:
         raise _LieError(f"its answer has {len(answer['choices'])} continuations, but one was requested")
     choice, used = answer["choices"][0], (answer.get("usage") or {}).get("completion_tokens")
@@ -165,11 +165,11 @@ _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 
 
 class _LieError(Exception):
-    """The answer cannot be true. The message says why."""
+    """The answer is invalid. The message says why."""
 
 
 class _RefusedError(Exception):
-    """The server understood the request and refuses it, so it is not repeated."""
+    """The server rejected the request, which is therefore not retried."""
 
 
 @dataclass(eq=False)
@@ -182,13 +182,13 @@ class _Calls:
     said: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
-        """End all calls: shut down their connections and stop their waiting."""
+        """End all calls: shut down their connections and stop their retries."""
         self.stopped.set()
         for each in [*self.sockets]:
             _shut(each)
 
     def patient(self, path: str, body: dict[str, Any] | None, read: Any) -> Any:
-        """Call the server and return ``read(answer, body)``; repeat a failing call for ``patience`` seconds."""
+        """Call the server and return ``read(answer, body)``; retry a failing call for ``patience`` seconds."""
         start, pause = time.monotonic(), 0.25
         where = self.server.address.partition("#")[0]
         while True:
@@ -214,7 +214,7 @@ class _Calls:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _once(self, path: str, body: dict[str, Any] | None) -> Any:
-        """The JSON of one answer. The time limit covers the whole exchange, not each part that arrives."""
+        """Send one request and return the JSON of the answer. ``server.timeout`` limits the whole exchange."""
         parts, limit, start = urlsplit(self.server.address), self.server.timeout, time.monotonic()
         connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = connect(parts.hostname or "", parts.port, timeout=limit)
@@ -261,7 +261,7 @@ def _shut(connected: socket.socket) -> None:
 
 
 class Vocabulary(Protocol):
-    """Decodes tokens and has the end tokens. A ``Policy`` is a ``Vocabulary``."""
+    """Decodes tokens and lists the end tokens. A ``Policy`` is a ``Vocabulary``."""
 
     @property
     def end_tokens(self) -> list[int]:
@@ -274,7 +274,7 @@ class Vocabulary(Protocol):
 
 
 def whole_text(policy: Vocabulary, tokens: Sequence[int]) -> str:
-    """The text of the tokens, without an incomplete character at the end."""
+    """Decode the tokens, without an incomplete character at the end."""
     text = policy.decode(tokens)
     for fewer in range(1, min(MOST_BYTES, len(tokens) + 1)):
         if not text.endswith(INCOMPLETE):
@@ -284,6 +284,6 @@ def whole_text(policy: Vocabulary, tokens: Sequence[int]) -> str:
 
 
 def before_control(tokenizer: Any, text: str) -> str:
-    """The text before the first control token that it spells out. A server would read that text as a control token."""
+    """Cut ``text`` before the first control token that it spells out: a server would read it as the token itself."""
     controls = "|".join(re.escape(token) for token in tokenizer.all_special_tokens if token)
     return re.split(controls, text, maxsplit=1)[0] if controls else text

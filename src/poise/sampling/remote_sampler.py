@@ -18,7 +18,7 @@ from poise.tasks import explained, heard
 
 @dataclass(frozen=True, eq=False)
 class RemoteSampler(Sampler):
-    """Plays a one-turn task with the model of a ``server``. The server takes and returns text.
+    """Plays a one-turn task with the model on ``server``. Prompts and replies are sent as text.
 
     ``tokenizer`` has the server's chat template (default: the policy's tokenizer).
     """
@@ -28,7 +28,7 @@ class RemoteSampler(Sampler):
 
     @classmethod
     def of(cls, sampler: Sampler, server: Server, tokenizer: Any = None) -> RemoteSampler:
-        """A remote sampler with the task and settings of ``sampler``."""
+        """Build a remote sampler with the task and settings of ``sampler``."""
         shared = {each.name: getattr(sampler, each.name) for each in fields(Sampler) if each.init}
         return cls(
             **shared | {"others": {}, "max_prompt": None},

@@ -1,4 +1,4 @@
-"""The interface of engines: ``Request``, ``Completion``, the protocol ``Engine``, and ``Session`` for several calls."""
+"""The interface of sampling engines: ``Request``, ``Completion``, the protocol ``Engine``, and ``Session``."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Request:
     The response's random numbers depend only on the call's seed and on ``number`` (default: the request's index in the
     list).
 
-    In a ``Session`` a request may continue a request of the previous call. Its ``prompt`` is still the whole dialogue:
-    the earlier prompt, the response to it, and new tokens. An engine that kept the keys reads only the new tokens.
+    In a ``Session``, a request may continue a request from the previous call. ``prompt`` is still the whole dialogue:
+    the earlier prompt, the response, and new tokens. An engine that kept the keys reads only the new tokens.
     """
 
     prompt: Prompt  # a sequence of tokens is converted
     max_tokens: int
     stop: Sequence[int] = ()  # tokens that end the response
     number: int | None = None
-    keep: bool = False  # whether the next call of the session may continue it
-    continues: int | None = None  # the number of the request that it continues
+    keep: bool = False  # whether the session's next call may continue this request
+    continues: int | None = None  # the number of the earlier request that this one continues
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, Prompt):
@@ -39,7 +39,7 @@ class Request:
 def repeated(
     prompts: Sequence[Prompt | Sequence[int]], group: int, max_tokens: int, stop: Sequence[int]
 ) -> list[Request]:
-    """``group`` requests for each prompt, group after group."""
+    """Return ``group`` requests for each prompt, group after group."""
     distinct = [prompt if isinstance(prompt, Prompt) else Prompt(tuple(prompt)) for prompt in prompts]
     return [Request(prompt, max_tokens, stop) for prompt in distinct for _ in range(group)]
 
@@ -56,12 +56,12 @@ def check_requests(requests: Sequence[Request]) -> None:
 
 
 def numbers(requests: Sequence[Request]) -> list[int]:
-    """The number of each request. Its random numbers depend on this number."""
+    """Return each request's number, from which its random numbers are derived."""
     return [i if request.number is None else request.number for i, request in enumerate(requests)]
 
 
 def stop_table(requests: Sequence[Request]) -> Tensor:
-    """The stop tokens of each request, (requests, most stop tokens), padded with −1, which is no token."""
+    """Return the stop tokens of each request, (requests, most stop tokens), padded with −1, which is never a token."""
     most = max(1, max(len(request.stop) for request in requests))
     return torch.tensor([[*r.stop, *[-1] * (most - len(r.stop))] for r in requests])
 
@@ -74,13 +74,13 @@ class Completion:
     logp: Tensor  # (n,) log softmax(logits / temperature), under the policy
     entropy: Tensor  # (n,)
     finished: bool  # ended by a stop token, not by the limit
-    sampler_logp: Tensor | None = None  # (n,) as the engine computed them, if it rounds differently from the policy
+    sampler_logp: Tensor | None = None  # (n,) from the engine itself, if it rounds differently from the policy
 
 
 def completions(
     lengths: Sequence[int], finished: Sequence[bool], tokens: Tensor, logp: Tensor, entropy: Tensor
 ) -> list[Completion]:
-    """Cut padded (B, T) tensors into B completions. Each tensor is copied from the device once."""
+    """Split padded (B, T) tensors into B completions. Each tensor is copied from the device once."""
     rows = zip(lengths, finished, tokens.cpu(), logp.cpu(), entropy.cpu(), strict=True)
     return [Completion(ids[:n], p[:n], h[:n], end) for n, end, ids, p, h in rows]
 
@@ -96,17 +96,17 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Sample a response to each request, in order. The same seed gives the same tokens.
 
-        Log-probabilities and entropies use the whole softmax, even if ``sampling`` excludes tokens. An engine that
-        notices the end of a response before all have ended calls ``done`` at once.
+        Log-probabilities and entropies are computed from the full softmax, even if ``sampling`` excludes tokens. An
+        engine that detects the end of a response while others continue calls ``done`` immediately.
         """
         ...
 
 
 class Session:
-    """Several calls to one engine. A request may continue a request of the previous call that had ``keep`` set.
+    """Several calls to one engine. A request may continue a request from the previous call that had ``keep=True``.
 
     All calls of a session must use the same weights. This class only checks the requests, and the engine reads every
-    dialogue again; the native engine's session keeps the keys (``sampling/native/session.py``).
+    dialogue again; ``NativeSession`` keeps the keys (``sampling/native/session.py``).
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -120,7 +120,7 @@ class Session:
     ) -> list[Completion]:
         """Sample a response to each request, in order: see ``Engine``."""
         self._check(requests)
-        self._dialogues = {}  # a call that fails leaves nothing to continue
+        self._dialogues = {}  # no request can be continued after a failed call
         sampled = self._sample(requests, sampling, seed, done)
         self._dialogues = {
             number: (*request.prompt.tokens, *completion.tokens.tolist())
@@ -157,7 +157,7 @@ class Session:
                 )
 
     def close(self) -> None:
-        """End the session: no request can be continued after this."""
+        """End the session. Its requests can no longer be continued."""
         self._open, self._dialogues = False, {}
 
     def __enter__(self) -> Self:
@@ -168,9 +168,9 @@ class Session:
 
 
 def session(engine: Engine, length: int | None = None) -> Session:
-    """The engine's own session, if it has one, else a ``Session``, which reads every dialogue again.
+    """Open the engine's own session if it has one, else a ``Session``, which reads every dialogue again.
 
-    ``length`` is the longest dialogue to expect, in tokens; an engine may reserve memory for it.
+    ``length`` is the longest expected dialogue, in tokens; an engine may reserve memory for this length.
     """
     opener = getattr(engine, "session", None)
     return opener(length) if opener is not None else Session(engine)

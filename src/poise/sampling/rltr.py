@@ -1,7 +1,7 @@
-"""RLTR (arXiv 2602.08489): reward reasoning if another model that continues a part of it answers correctly.
+"""RLTR (arXiv 2602.08489): reward reasoning that leads another model to the correct answer.
 
 ``R = the task's reward + transfer · [the receiver is right]``, normalised in its group as in GRPO. The prefix is the
-first ``⌊τ·n⌋`` of a response's n tokens of reasoning, with τ uniform in (low, high]. A frozen model, the receiver,
+first ``⌊τ·n⌋`` of a response's n reasoning tokens, with τ uniform in (low, high]. A frozen model, the receiver,
 continues the prefix, and the task scores prefix and continuation together. docs/rltr.md has the details.
 
 **Ours:** the values of all settings. ``n`` counts the tokens before the answer; the paper counts all tokens. A prefix
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
     from poise.models.policy import Policy
     from poise.sampling.sampler import Sampler
 
-MOST = 1000.0  # the largest weight; a larger one is probably a typing error
+MOST = 1000.0  # the largest weight; a larger one is probably a typo
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 MARKS = ("<answer>", "\\boxed", "####")  # each begins an answer
 EDGES = r"\s*_`\"'${"  # characters that may stand between a mark and its answer
 COMPARED = 200  # how many characters of an answer are compared
-REMOTE = ("tokenizer", "timeout", "patience")  # settings of a receiver behind an address
-NO_SEQUENCE = -1  # the receiver's seed comes from this stream, which no sequence uses
+REMOTE = ("tokenizer", "timeout", "patience")  # settings of a receiver on a server
+NO_SEQUENCE = -1  # the stream of the receiver's seed; no sequence uses this stream
 ROUNDING = 1e-9  # 0.29 · 100 is 28.999999999999996 in floating point, but means 29
 
 
 @dataclass(frozen=True)
 class Rltr:
-    """GRPO's ``group`` attempts, each also rewarded if the ``receiver`` answers correctly from a part of its reasoning.
+    """GRPO's ``group`` attempts, with an extra reward if the ``receiver`` continues a prefix to the correct answer.
 
     ``transfer`` weights this reward; ``answer`` weights the part "answer" of the task's reward. ``receiver`` is "start"
     (the weights that the run starts with), a model as in ``model=``, or the address of an OpenAI-compatible server,
     "http://HOST:PORT/v1". poise formats a server's prompts with the chat template of ``tokenizer`` (default: the
-    policy's); a request may take ``timeout`` seconds, and a failing one is repeated for ``patience`` seconds. The
-    receiver continues each prefix ``continuations`` times. A prefix is a share between ``low`` and ``high`` of the
-    reasoning. ``marks`` are texts with which an answer begins.
+    policy's); a request may take ``timeout`` seconds, and a failing request is retried for ``patience`` seconds. The
+    receiver continues each prefix ``continuations`` times. The prefix is a share of the reasoning between ``low`` and
+    ``high``. ``marks`` are texts that mark the start of an answer.
     """
 
     group: int = GROUP
@@ -105,7 +105,7 @@ class Rltr:
         return {"receiver": (Server(self.receiver, self.timeout, self.patience), self.tokenizer)}
 
     def check(self, sampler: Sampler, note: Callable[[str], None]) -> None:
-        """Refuse tasks of several turns; note if prefixes reach the receiver as text. Called before a run."""
+        """Raise TaskError for a task of several turns; log a note if prefixes are passed to the receiver as text."""
         if several_turns(sampler.task):
             raise TaskError(
                 f"algorithm rltr cuts the reasoning of one reply, and task {sampler.task.name!r} plays episodes of "
@@ -117,7 +117,7 @@ class Rltr:
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
     ) -> tuple[list[Trajectory], Memory | None]:
-        """GRPO's attempts; each attempt's reward and notes include its transfer."""
+        """Return GRPO's attempts with the transfer reward added to their rewards and notes."""
         samples, memory = Grpo(self.group).collect(problems, sampler, seed, memory)
         with sampler.counts.timed("transfer"):
             receiver, own_seed = sampler.others["receiver"], int(streams(seed, torch.tensor(NO_SEQUENCE)))
@@ -133,7 +133,7 @@ class Rltr:
         ], memory
 
     def _cuts(self, seed: int, count: int) -> list[float]:
-        """The share τ of each response, in (low, high]."""
+        """Draw the share τ in (low, high] for each response."""
         rows = torch.arange(count)
         points = uniform(seed, rows, torch.full_like(rows, -1))  # the receiver's tokens have positions from 0 on
         return [self.high - (self.high - self.low) * point for point in points.tolist()]
@@ -141,9 +141,9 @@ class Rltr:
     def _continue(
         self, samples: Sequence[Trajectory], prefixes: Sequence[list[int]], receiver: Sampler, seed: int
     ) -> list[float | None]:
-        """The share of correct continuations of each prefix; None if no continuation has a verdict.
+        """Return the share of correct continuations for each prefix; None if no continuation has a verdict.
 
-        Equal prefixes of a problem are continued only once.
+        The receiver continues equal prefixes of a problem only once.
         """
         keys = [(s.problem.id, s.prompt, tuple(tokens)) for s, tokens in zip(samples, prefixes, strict=True)]
         problems = {
@@ -167,7 +167,7 @@ class Rltr:
         return [shares.get(key, 0.0) for key in keys]
 
     def _rewarded(self, sample: Trajectory, share: float | None, cut: float, length: int) -> Trajectory:
-        """The sample with the reward for transfer added."""
+        """Return the sample with the transfer reward added."""
         if sample.score.failed is not None:
             return sample
         notes = {**sample.notes, **({} if share is None else {"transfer": share}), "cut": cut, "prefix": length}
@@ -188,9 +188,9 @@ class Rltr:
         return replace(score, reward=reward + parts["transfer"], parts=parts)
 
     def metrics(self, samples: Sequence[Trajectory]) -> dict[str, float]:
-        """``transfer/mean`` covers all responses (0 without a prefix); the other means cover responses with a prefix.
+        """Return ``transfer/mean`` over all responses (0 without a prefix), and other means over those with a prefix.
 
-        A response whose continuations all lack a verdict counts in ``transfer/failed``, not in the means.
+        If no continuation of a response has a verdict, the response counts in ``transfer/failed``, not in the means.
         """
         tried = [sample for sample in samples if "cut" in sample.notes]
         noted = [sample for sample in tried if "transfer" in sample.notes]
@@ -212,10 +212,10 @@ class Rltr:
 
 
 def prefix(tokens: Sequence[int], share: float, marks: Sequence[str], policy: Policy, receiver: Sampler) -> list[int]:
-    """The first ``share`` of the reasoning in a response of the policy; empty if there is no reasoning.
+    """Return the first ``share`` of the reasoning in a response, as tokens for the receiver; empty without reasoning.
 
-    For a receiver with another vocabulary, the tokens are converted through their text. The prefix has no token that
-    would end the receiver's reply or that the receiver lacks, and leaves room for at least one token.
+    If the vocabularies differ, the text is tokenized again. The prefix stops before any token that would end the
+    receiver's reply or that the receiver's vocabulary lacks, and leaves room for at least one token.
     """
     prefix_tokens = first_tokens(policy, tokens, share, marks)
     if prefix_tokens and not same_tokens(policy, receiver.policy):
@@ -226,17 +226,17 @@ def prefix(tokens: Sequence[int], share: float, marks: Sequence[str], policy: Po
 
 
 def first_tokens(policy: Vocabulary, tokens: Sequence[int], share: float, marks: Sequence[str]) -> list[int]:
-    """The first ``share`` of the tokens of the reasoning, rounded down."""
+    """Return the first ``share`` of the reasoning tokens, rounded down."""
     return list(tokens[: int(share * reasoning_tokens(policy, tokens, marks) + ROUNDING)])
 
 
 def same_tokens(policy: Policy, receiver: Policy) -> bool:
-    """Whether both models have the same tokens with the same numbers."""
+    """Whether both models have the same tokens with the same ids."""
     return policy.vocabulary_hash == receiver.vocabulary_hash
 
 
 def reasoning_tokens(policy: Vocabulary, tokens: Sequence[int], marks: Sequence[str] = MARKS) -> int:
-    """The number of tokens before the answer in a response; without an answer, all tokens except the end token."""
+    """Count the tokens before the answer in a response; without an answer, count all tokens except the end token."""
     count = len(tokens) - (len(tokens) > 0 and tokens[-1] in policy.end_tokens)
     text = policy.decode(tokens)
     place = answer_place(text, marks)
@@ -247,10 +247,10 @@ def reasoning_tokens(policy: Vocabulary, tokens: Sequence[int], marks: Sequence[
 
 
 def answer_place(text: str, marks: Sequence[str]) -> int | None:
-    """The position of the first mark directly before the answer; None without a mark.
+    """Find the first mark that directly precedes the answer, and return its position; None without a mark.
 
-    A reply may name a mark before it answers ("I shall write it in ``\\boxed``"), or use it for something else (``####
-    Step 1``). If no mark stands before the answer, the last mark counts.
+    A reply may mention a mark before the answer ("I shall write it in ``\\boxed``") or use a mark for something else
+    (``#### Step 1``). If no mark directly precedes the answer, the last mark counts.
     """
     answer, last = (final_answer(text) or "")[:COMPARED], None
     one = "|".join(map(re.escape, marks)) or "(?!)"

@@ -1,6 +1,6 @@
 """``Trajectory``: one row to train on. ``Algorithm``: turns problems into trajectories.
 
-``collect`` and ``metrics_of`` call an algorithm and check its result, because it may be user code.
+``collect`` and ``metrics_of`` call an algorithm and check its result, because an algorithm may be user code.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Memory = dict[str, Any]  # an algorithm's state between steps: JSON, saved with every checkpoint
 FIRST = "first"  # the role of an attempt at the plain problem, as in evaluation
-CONSOLIDATED = "consolidated"  # the role of a row with another prompt than at sampling time; not in a group
+CONSOLIDATED = "consolidated"  # the role of a row whose prompt is not the one it was sampled with; not in a group
 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One row to train on: a prompt, and everything after it up to the model's last token.
+    """One training row: a prompt, and all tokens after the prompt up to the model's last one.
 
     ``own`` marks the tokens that the model wrote. The loss covers only these; the other tokens are context and have no
     log-probability. All tensors are (n,), on the host.
@@ -43,7 +43,7 @@ class Trajectory:
     own: Tensor  # (n,) bool
     score: Score
     text: str  # the model's text: its replies, joined by newlines
-    finished: bool  # whether neither a reply nor the episode was cut off
+    finished: bool  # False if a reply or the episode was cut off
     group: Hashable = None  # rows of the same group are normalised together; None: no group
     logp: Tensor | None = None  # (n,) float32, from the engine; None: the trainer computes it
     entropy: Tensor | None = None  # (n,) float32
@@ -57,7 +57,7 @@ class Trajectory:
 
 
 def algorithm(thing: F) -> F:
-    """Allow settings to name an algorithm class, or a function that returns one, by its dotted path.
+    """Mark an algorithm class, or a function that returns an algorithm, so that settings can name its dotted path.
 
     >>> @poise.algorithm
     ... class Mine:
@@ -76,7 +76,7 @@ class Algorithm(Protocol):
     - ``metrics(trajectories) -> dict[str, float]``, which adds to the metrics of a step;
     - ``models``, a dict of sources by name: ``sampler.others`` then has a sampler for each of these frozen models
       (``frozen_models.py``);
-    - ``check(sampler, note)``, which may refuse a task or a model before the run starts.
+    - ``check(sampler, note)``, which may reject a task or a model before the run starts.
     """
 
     def collect(
@@ -106,7 +106,7 @@ def collect(
 
 
 def metrics_of(algorithm: Algorithm, samples: Sequence[Trajectory]) -> dict[str, float]:
-    """The metrics that the algorithm computes from the samples it collected."""
+    """Return the metrics that the algorithm computes from its samples, after checking their types."""
     metrics = getattr(algorithm, "metrics", None)
     with blamed("algorithm", path_to(type(algorithm))):
         reported: Any = metrics(samples) if metrics else {}

@@ -38,12 +38,12 @@ class VllmEngine:
 
     Therefore ``Completion.logp`` and ``entropy`` come from a forward pass of the policy over the responses, and
     ``sampler_logp`` comes from vLLM; importance weights correct the difference. With ``top_p`` or ``top_k``, vLLM
-    renormalises its probabilities over the remaining tokens. They cannot be compared with the policy's, so
-    ``sampler_logp`` is None.
+    renormalises its probabilities over the remaining tokens. Such probabilities cannot be compared with the policy's,
+    so ``sampler_logp`` is None.
 
-    vLLM starts at the first call. Every call copies the weights to vLLM: this is far cheaper than sampling, and needs
-    no dirty-tracking. ``batch`` is the maximum number of responses decoded together; with 0 vLLM decides. ``memory`` is
-    the share of the device's memory that vLLM may take, ``micro_tokens`` the maximum number of tokens per pass of the
+    vLLM starts at the first call. Every call copies the weights to vLLM: a copy is far cheaper than sampling, and no
+    dirty-tracking is needed. ``batch`` is the maximum number of responses decoded together; with 0 vLLM decides.
+    ``memory`` is vLLM's share of the device's memory, ``micro_tokens`` the maximum number of tokens per pass of the
     policy.
     """
 
@@ -74,7 +74,7 @@ class VllmEngine:
             )
         if self._failed:
             raise ModelError("rollout.engine=vllm: vLLM has failed in this process and cannot be used again")
-        with same_random_numbers(self.policy.device):  # vLLM seeds torch's when it starts
+        with same_random_numbers(self.policy.device):  # vLLM seeds torch's generators when it starts
             return self._sample(requests, sampling, seed)
 
     def _sample(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> list[Completion]:
@@ -87,7 +87,7 @@ class VllmEngine:
                 f"a prompt of {len(request.prompt.tokens)} tokens and rollout.max_tokens={request.max_tokens} are more "
                 f"than the {room} tokens that vLLM can hold: this is the limit of the model or of rollout.vllm_memory"
             )
-        self._failed = True  # half of the weights may be old ones if this is interrupted
+        self._failed = True  # an interrupted copy leaves a mix of old and new weights
         self._push()
         self._failed = False
         return self._answer(requests, sampling, seed)
@@ -115,7 +115,7 @@ class VllmEngine:
         try:
             outputs = [answer.outputs[0] for answer in self._llm.generate(prompts, parameters, use_tqdm=False)]
         except BaseException:
-            self._failed = True  # its queue still holds unanswered requests
+            self._failed = True  # vLLM's queue still holds unanswered requests
             raise
         tokens = [torch.tensor(output.token_ids) for output in outputs]
         batch = padded_batch([request.prompt for request in requests], tokens, self.policy.device)
@@ -143,7 +143,7 @@ class VllmEngine:
         try:
             from vllm import LLM
             from vllm.platforms import current_platform
-        except Exception as error:  # a package that does not fit torch may raise anything
+        except Exception as error:  # a vLLM built for another torch may raise anything
             raise ModelError(
                 f"rollout.engine=vllm: vLLM cannot be imported ({first_line(error)}); {INSTALL}"
             ) from error
@@ -205,8 +205,8 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
 
     def _gap(self) -> float:
-        """Mean absolute difference between vLLM's and the policy's log-probabilities, over a few sampled tokens."""
-        size = self.policy.head().vocabulary  # not special tokens: there rounding alone may cause a large difference
+        """Return the mean absolute difference between vLLM's and the policy's log-probabilities of a few tokens."""
+        size = self.policy.head().vocabulary  # no special tokens: for them rounding alone may cause a large difference
         prompts = [Prompt(tuple((size // 2 + i) % size for i in range(n))) for n in (3, 8)]
         trial = self._answer([Request(prompt, 16) for prompt in prompts], Sampling(), 0)
         gaps = [each.logp - each.sampler_logp for each in trial if each.sampler_logp is not None]
@@ -221,9 +221,9 @@ def check_installed() -> None:
 
 
 def weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """The policy's weights with adapters merged, under the names of its checkpoint.
+    """Yield the policy's weights, with adapters merged, under their names in a checkpoint.
 
-    Tied weights appear under each name.
+    Tied weights appear under each of their names.
     """
     base = policy.base
     for name, parameter in base.named_parameters(remove_duplicate=False):
