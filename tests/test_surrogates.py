@@ -367,7 +367,7 @@ def test_the_metrics_say_what_was_held():
         (lambda: Settings(surrogate="clip(low=0.1)"), "clip_low, clip_high and dual_clip"),
         (lambda: Settings(surrogate="cispo(low=2, high=1)"), "high must be between 2"),
         (lambda: Settings(surrogate="gspo", aggregation="seq-mean-token-sum"), "sequence_mean=False"),
-        (lambda: loss_without_survey("gspo"), "pass its rows as survey="),
+        (lambda: loss_without_survey("gspo"), "rows of the result as survey="),
         (lambda: survey(current(batch_of()), random_batch(), Settings(surrogate="lp-reg")), "needs TokenBatch.min_p"),
         (lambda: batch_of(min_p_logp=torch.full((12, 9), torch.nan)), "must be a number or −inf"),
     ],

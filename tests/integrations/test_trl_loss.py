@@ -112,7 +112,7 @@ def bounded(self, model, inputs):
 
 
 BROKEN = {
-    sequence_level: "not in proportion to its own advantage, or depends on those of others",
+    sequence_level: "not in proportion to its own advantage, or depends on other tokens' advantages",
     mean_advantage: "not in proportion",
     normalised: "not in proportion|comes? as",
     signs: "not in proportion",

@@ -107,7 +107,7 @@ def fake(**settings):
         ("nthr", {"is_fsdp_enabled": True}, "use FSDP2"),
         ("nthr", {"is_deepspeed_enabled": True}, "use FSDP2"),
         ("nthr", {}, "whole groups on each process"),
-        ("nthr | entropy", {}, "TopEntropy may look at the whole batch"),
+        ("nthr | entropy", {}, "TopEntropy may read the whole batch"),
     ],
 )
 def test_refused_once_the_trainer_is_known(method, settings, message):

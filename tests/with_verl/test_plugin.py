@@ -39,7 +39,7 @@ def test_the_doctor_finds_it_live():
 def test_the_doctor_says_what_verl_does_not(tmp_path):
     off = run(POISE, VERL_USE_EXTERNAL_PLUGINS="none")
     assert off.returncode == 1
-    assert "VERL_USE_EXTERNAL_PLUGINS=none leaves it out: unset it, or add poise" in off.stdout
+    assert "VERL_USE_EXTERNAL_PLUGINS=none excludes the plugin: unset it, or add poise" in off.stdout
 
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['poise.integrations.verl'] = None")
     broken = run(POISE, PYTHONPATH=str(tmp_path))

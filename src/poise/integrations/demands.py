@@ -1,4 +1,4 @@
-"""Finds out before training what a regulator needs from a framework, by a run on an example batch."""
+"""Determines before training what a regulator needs from a framework, by running it on an example batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Demands:
 
 
 def demands(phases: Sequence[Phase], batch: TokenBatch) -> Demands:
-    """The demands of these phases on a batch."""
+    """Return the demands of these phases of a batch."""
     mask = batch.mask
     kinds = {_kl_kind(phase.policy[mask], phase.kl[mask]) for phase in phases}
     worst = next(kind for kind in (WEIGHTED, PART, ALL) if kind in kinds)
@@ -42,7 +42,7 @@ def demands(phases: Sequence[Phase], batch: TokenBatch) -> Demands:
 
 
 def probe(regulator: Regulator) -> Demands:
-    """The regulator's demands on an example batch with every field, many probabilities, and advantages ±1."""
+    """Return the regulator's demands on an example batch with every field, many probabilities, and advantages ±1."""
     try:
         batch = _example_batch()
         phases = regulator(batch)

@@ -68,7 +68,7 @@ def _is_live(plugin: str, entry: Callable[[], tuple[str, Any]], say: Say) -> boo
     if not known:
         say(f"  poise's entry points are not installed: {how_to_install('verl')}")
     elif policy.strip().lower() != "auto" and plugin not in policy.lower().split(","):
-        say(f"  VERL_USE_EXTERNAL_PLUGINS={policy} leaves it out: unset it, or add {plugin}")
+        say(f"  VERL_USE_EXTERNAL_PLUGINS={policy} excludes the plugin: unset it, or add {plugin}")
     else:
         try:
             known[0].load()
@@ -79,7 +79,7 @@ def _is_live(plugin: str, entry: Callable[[], tuple[str, Any]], say: Say) -> boo
 
 
 def _check_settings(say: Say, overrides: Sequence[str], config_path: Path | None, name: str) -> bool:
-    """Build verl's configuration with these settings, and check it as the run will."""
+    """Build verl's configuration with these settings, and run the checks of a training run."""
     from hydra import compose, initialize_config_dir, initialize_config_module
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -99,7 +99,7 @@ def _check_settings(say: Say, overrides: Sequence[str], config_path: Path | None
 
 
 def _check_config(say: Say, config: Any) -> bool:
-    """Report the regulator of this configuration. Raises an error if a check refuses the configuration."""
+    """Report the regulator of this configuration. Raise an error if a check rejects the configuration."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
     from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -116,7 +116,7 @@ def _check_config(say: Say, config: Any) -> bool:
         check_config(config, regulator, wants := probe(regulator), str(text))
         say(f"these settings train with {text}, by the trainer {mode}, in {len(wants.phases)} phase(s)")
         if not known:
-            say(f"  if {mode} uses poise's RegulatorMixin: it is not registered here, so the doctor cannot tell")
+            say(f"  if {mode} uses poise's RegulatorMixin: {mode} is not registered here, so the doctor cannot tell")
     elif loss.loss_mode == LOSS and not ours:
         say(f"these settings train with {loss.regulator}, by the loss {loss.base_loss}")
     else:

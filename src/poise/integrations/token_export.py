@@ -19,7 +19,7 @@ from poise.referee.report.token_texts import Decoder, response_texts
 class TokenExport:
     """A token file with the first batch and every ``every``-th batch; a batch of long responses takes megabytes.
 
-    A resumed run continues its file, and replaces the lines of steps that it repeats.
+    A resumed run appends to its file, and replaces the lines of the steps that it repeats.
     """
 
     def __init__(self, path: str | Path, every: int = 10) -> None:
@@ -45,7 +45,7 @@ class TokenExport:
             file.writelines(dumps({"step": step, **line}) for line in lines)
 
     def _begin(self, step: int) -> None:
-        """Keep the file's lines of earlier steps. Refuse a file with other content."""
+        """Keep the file's lines of earlier steps. Raise FileExistsError for a file that has no recorded tokens."""
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             return
@@ -53,7 +53,7 @@ class TokenExport:
             for number, line in enumerate(old):
                 earlier = _step(line)
                 if earlier is None and number == 0:
-                    raise FileExistsError(f"{self.path} is not a file of recorded tokens: export to another one")
+                    raise FileExistsError(f"{self.path} is not a file of recorded tokens: export to another file")
                 if earlier is not None and earlier < step:
                     kept.write(line)
 
@@ -90,5 +90,5 @@ def lines(
 
 
 def _digits(values: Tensor) -> list[float]:
-    """The values with as many digits as float32 has."""
+    """Round the values to the 7 digits of float32."""
     return [float(f"{value:.7g}") for value in values.tolist()]

@@ -37,11 +37,11 @@ class Transfer:
     """The share of a receiver's continuations that ``reward`` scores as correct: a number from 0 to 1 per completion.
 
     ``receiver`` is the address of an OpenAI-compatible server, a model's name, a loaded ``Policy``, or any object with
-    ``complete`` (``sampling.remote.Receiver``). ``reward`` is a reward that ``poise.Rewards`` accepts; it gets the
-    data's columns. ``tokenizer`` is the receiver's tokenizer or its name; an address needs it. The prefix and its
-    continuation together have at most ``max_tokens`` of the receiver's tokens. ``server`` are settings of ``Server``,
-    such as ``timeout=60``. The other settings are the same as in ``rltr``. Random numbers depend only on ``seed``, the
-    step, the prompt and the completion.
+    ``complete`` (``sampling.remote.Receiver``). ``reward`` is a reward that ``poise.Rewards`` accepts; it receives the
+    data's columns. ``tokenizer`` is the receiver's tokenizer or its name; required if ``receiver`` is an address. The
+    prefix and its continuation together have at most ``max_tokens`` of the receiver's tokens. ``server`` holds settings
+    of ``Server``, such as ``timeout=60``. The other settings are the same as in ``rltr``. Random numbers depend only on
+    ``seed``, the step, the prompt and the completion.
     """
 
     __name__ = "transfer"  # TRL logs rewards under this name
@@ -72,7 +72,7 @@ class Transfer:
             receiver = Loaded(receiver, choose(receiver, note=lambda _: None))
         if tokenizer is None:
             raise ValueError(
-                "transfer: pass tokenizer=, the name of the receiver's model: it encodes prompts and finds the cut"
+                "transfer: pass tokenizer=, the name of the receiver's model: poise encodes prompts and completions"
             )
         ends = [tokenizer.eos_token_id] if not isinstance(tokenizer, str) else []
         if isinstance(tokenizer, str):
@@ -86,7 +86,7 @@ class Transfer:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], trainer_state: Any = None, **columns: Any
     ) -> list[float | None]:
-        """TRL's call. Returns None for a completion if none of its continuations has a grade."""
+        """Score completions, as TRL calls rewards. None for a completion if none of its continuations has a grade."""
         step = getattr(trainer_state, "global_step", 0)
         texts = [text_of(completion) for completion in completions]
         asked: dict[tuple[str, str], int] = {}  # (prompt, prefix) → the first row with these
@@ -108,7 +108,7 @@ class Transfer:
     def _shares(
         self, step: int, asked: dict[tuple[str, str], int], prompts: Sequence[Any], columns: dict[str, Any]
     ) -> dict[tuple[str, str], float | None]:
-        """The share of correct continuations of each prompt and prefix."""
+        """Return the share of correct continuations for each pair of prompt and prefix."""
         every = [(key, row, number) for key, row in asked.items() for number in range(self.continuations)]
         if not every:
             return {}

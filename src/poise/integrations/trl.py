@@ -9,7 +9,7 @@ negative, a weighted advantage weights the clipped policy term, and a weighted `
 ``trl_loss`` tests this. If every weight is 1, the batch does not change.
 
 The phases of a regulator are iterations of TRL (``num_iterations``): the step counter and the learning-rate schedule
-advance in each phase. ``trl_checks`` refuses what TRL cannot express. Evaluation uses no weights.
+advance in each phase. ``trl_checks`` rejects settings that TRL cannot express. Evaluation uses no weights.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _State:
 
     rewards: Tensor | None = None  # (all rows, reward functions), for the last generation batch
     scored_ids: list[list[int]] = field(default_factory=list)  # this process's responses that got these rewards
-    uses_left: int = 0  # with several phases: the number of its micro-batches that the loss has not used yet
+    uses_left: int = 0  # with several phases: how often the loss has yet to use its micro-batches
     loss_called: bool = False  # whether the current training step went through our _compute_loss
     head_checked: bool = False
     loss_checked: bool = False
@@ -71,11 +71,11 @@ class _State:
 class RegulatorMixin(_Mixed):  # type: ignore[misc]
     """Adds a regulator to a subclass of TRL's ``GRPOTrainer``: ``class Mine(RegulatorMixin, MyTrainer)``.
 
-    ``regulator`` is a text, a ``Regulator``, or a function from a batch to phases. ``correct`` determines which
+    ``regulator`` is a text form, a ``Regulator``, or a function from a batch to phases. ``correct`` determines which
     responses are correct, for methods that need this (NTHR): the name of a reward function that returns 0 or 1, or a
     function that maps the rewards (B, reward functions) to bool (B,). A checkpoint records its regulator; to resume
-    with another one, set ``change_regulator``. ``export`` is a file for the responses and tokens of the first and every
-    ``export_every``-th generation batch (``poise report FILE``).
+    with another one, set ``change_regulator``. ``export`` names a file for the responses and tokens of the first and
+    every ``export_every``-th generation batch (``poise report FILE``).
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         check_trainer(self, self.regulator, self._poise.demands, self._regulator_name)
         if isinstance(correct, str) and correct not in self.reward_func_names:
             known = ", ".join(self.reward_func_names)
-            raise CannotRegulateError(f"correct={correct!r} is not a reward function; there are {known}")
+            raise CannotRegulateError(f"correct={correct!r} is not a reward function; the reward functions are {known}")
         self.add_callback(_Callback(self))
 
     # --- Overrides of TRL's methods, in the order in which a step calls them
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's step. Checks that it called our loss."""
+        """Run TRL's step, and check that it called our loss."""
         self._poise.loss_called = False
         loss = super().training_step(*args, **kwargs)
         if not self._poise.loss_called:
@@ -154,7 +154,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             return super()._compute_loss(model, weighted)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's model card, with a section about the regulator."""
+        """Write TRL's model card, with a section about the regulator."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             write_card(self.args.output_dir, describe(self.regulator))
@@ -206,7 +206,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
     def _write_tokens(
         self, export: TokenExport, output: dict[str, Any], batch: TokenBatch, phases: list[Phase]
     ) -> None:
-        """Export the responses of all processes. The arguments are the batch and phases of this process."""
+        """Export the responses of all processes. ``batch`` and ``phases`` are this process's."""
         processor: Any = self.processing_class
         decode = getattr(processor, "tokenizer", processor).decode
         prompts, responses = (
@@ -239,7 +239,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return wants.plain and now.plain
 
     def _token_batch(self, output: dict[str, Any]) -> tuple[TokenBatch, slice]:
-        """The generation batch of all processes, and the rows of this process in it.
+        """Return the generation batch of all processes, and the slice of this process's rows.
 
         Hidden states are not gathered. If the regulator needs them, it sees only this process's batch, in whole groups.
         """
@@ -282,8 +282,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         if rewards is None or not _same_responses(output, self._poise.scored_ids):
             if needs := sorted(self.regulator.needs & {"rewards", "correct"}):
                 raise CannotRegulateError(
-                    f"{self._regulator_name} needs {' and '.join(needs)}, but TRL scored other responses than those in "
-                    f"the batch: {type(self).__name__} replaces responses after scoring"
+                    f"{self._regulator_name} needs {' and '.join(needs)}, but the batch's responses are not those that "
+                    f"TRL scored: {type(self).__name__} replaces responses after scoring"
                 )
             return {}
         scores = rewards[rows]
@@ -305,8 +305,8 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         """Log-probabilities, entropies and hidden states of the sampled tokens, before the update.
 
         If generation and update are aligned, TRL stores no old log-probabilities, and its loss uses the current ones.
-        In this case poise computes them for the weights only, without dropout, which would add noise and consume random
-        numbers.
+        In this case poise computes old log-probabilities only for the weights, without dropout, which would add noise
+        and consume random numbers.
         """
         needs = self.regulator.needs
         logp = output.get("old_per_token_logps")

@@ -1,4 +1,4 @@
-"""Refuses, before training starts, what TRL cannot do with a regulator. Each message says what to do instead."""
+"""Checks before training: reject what TRL cannot do with a regulator. Each message says what to do instead."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOOKS = (
 # TRL's other online trainers, and why they cannot be regulated.
 OTHERS = {
     "RLOOTrainer": "its loss has one ratio for a whole response, so there are no per-token terms to weight",
-    "AsyncGRPOTrainer": "it packs responses from a queue for a loss of its own, for which poise has no adapter",
+    "AsyncGRPOTrainer": "it packs responses from a queue for its own loss, for which poise has no adapter",
     "OnlineDPOTrainer": "its loss compares pairs of whole responses and has no advantages",
 }
 
@@ -169,15 +169,15 @@ def check_trainer(trainer: Any, regulator: Regulator, wants: Demands, name: str)
         return
     if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
         raise CannotRegulateError(
-            f"{name} needs the whole output weight, which poise can gather under FSDP2 alone: use FSDP2 "
+            f"{name} needs the whole output weight, which poise can gather only under FSDP2: use FSDP2 "
             "(fsdp_version: 2) or DDP, not DeepSpeed or the older FSDP"
         )
     if trainer.accelerator.num_processes == 1:
         return
     if (part := part_beyond(regulator, "group")) is not None:
         raise CannotRegulateError(
-            f"{type(part).__name__} may look at the whole batch, but hidden states, which {name} needs, are not "
-            "gathered from other processes; use one process, or leave it out"
+            f"{type(part).__name__} may read the whole batch, but hidden states, which {name} needs, are not "
+            f"gathered from other processes; use one process, or remove {type(part).__name__}"
         )
     rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     if rows % trainer.num_generations:
@@ -198,6 +198,6 @@ def _save_interval(args: Any, save_steps: float, eval_steps: float | None) -> tu
 def _check_multiple(field: str, value: float | None, steps: int, name: str) -> None:
     if value is not None and value % steps:
         raise CannotRegulateError(
-            f"{field} ({value:g}) must be a multiple of {steps}: with {name} a generation batch takes that many "
+            f"{field} ({value:g}) must be a multiple of {steps}: with {name} a generation batch takes {steps} "
             "optimizer steps, and training cannot resume between its phases"
         )

@@ -38,15 +38,18 @@ Loss = Callable[[Any, dict[str, Any]], Any]
 
 
 def check_loss(trainer: Any, loss: Loss, model: Any, inputs: dict[str, Any], name: str, *, kl: bool) -> bool:
-    """Raise an error if the loss does not weight tokens. False if this batch is too small. ``kl``: also test v."""
+    """Raise an error if the loss does not weight tokens. Return False if this batch is too small to test it.
+
+    ``kl``: test the weights v of KL terms too.
+    """
     with _restored(trainer):
         fault = _fault(_Bench(trainer, loss, model, inputs), kl=kl)
     faults = [fault] if trainer.accelerator.num_processes == 1 else gather_object([fault])
     known = [fault for fault in faults if fault is not None]
     if message := next(filter(None, known), None):
         raise CannotRegulateError(
-            f"the loss of {_owner(trainer, loss)} cannot be regulated by {name}: {message}. It must take advantages of "
-            "shape (B, T) and weight each token's gradient by its own advantage, as the loss of TRL's GRPOTrainer "
+            f"the loss of {_owner(trainer, loss)} cannot be regulated by {name}: {message}. It must accept advantages "
+            "of shape (B, T) and weight each token's gradient by its own advantage, as the loss of TRL's GRPOTrainer "
             "does; regulator='grpo' works with every loss"
         )
     return bool(known)
@@ -89,7 +92,7 @@ class _Bench:
         ratio = {"importance_sampling_ratio"} & inputs.keys()  # the batch's own ratios may all be 0
         replacements = dict.fromkeys(known, self.near) | {field: torch.ones_like(inputs[field]) for field in ratio}
         self.inputs = inputs | replacements
-        # Half of the tokens are as in a first update, half so far off that the loss clips; the rules hold for both.
+        # Half of the log-probabilities are as in a first update; half change so much that the loss clips.
         shift = torch.where(self.random(0, 1) > 0.5, self.random(-0.01, 0.01), self.random(-0.4, 0.4))
         self.tokens = _FakePass(trainer, self.near + shift, self.random(0.1, 2.0))
 
@@ -142,7 +145,7 @@ class _FakePass:
 
 
 def _fault(bench: _Bench, *, kl: bool) -> str | None:
-    """Why the loss is refused; "" if the loss is right, None if this batch cannot show it."""
+    """Return why the loss is rejected; "" if the loss is correct, None if this batch is too small to test it."""
     mask, inputs = bench.mask, bench.inputs
     scale = inputs["advantages"].abs().max().clamp(min=2) / 2  # so that weighted advantages are as large as the batch's
     rows = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -0.5).to(mask.device) * scale
@@ -153,7 +156,7 @@ def _fault(bench: _Bench, *, kl: bool) -> str | None:
         error.add_note("This happened when poise tested the loss on random log-probabilities, before any update.")
         raise
     if not bench.tokens.called:
-        return f"it does not take its log-probabilities from self.{SOURCE}, so poise cannot test it"
+        return f"it does not get its log-probabilities from self.{SOURCE}, so poise cannot test it"
     weights = bench.random(0.2, 2.0) * (bench.random(0, 1) > 0.2)  # some are 0
     of_kl = bench.random(0.2, 2.0) * (bench.random(0, 1) > 0.4) if kl else None
     try:
@@ -166,11 +169,14 @@ def _fault(bench: _Bench, *, kl: bool) -> str | None:
     if not ((plain - rest) != 0).any():
         return "its gradient does not depend on the advantages"
     if _differ(plain, own):
-        return "its gradient changes when the same advantages come as (B, T) instead of (B,)"
+        return "its gradient changes when the same advantages are passed as (B, T) instead of (B,)"
     expected = weights * (plain - rest) + (rest if of_kl is None else of_kl * rest)
     if _differ(weighted, expected, largest=plain.abs() + rest.abs()):
         also = " and, in its KL term, to self.beta" if kl else ""
-        return f"the gradient of a token is not in proportion to its own advantage{also}, or depends on those of others"
+        return (
+            f"the gradient of a token is not in proportion to its own advantage{also}, or depends on other tokens' "
+            "advantages"
+        )
     several = ((plain - rest)[0] != 0).sum(1) > 1  # a response of one token has no other tokens
     return "" if several.any() else None
 
@@ -206,7 +212,7 @@ class _WithoutCollectives:
 
 @contextmanager
 def _restored(trainer: Any) -> Iterator[None]:
-    """After this context, restore the trainer's attributes, its metrics and the random number generators."""
+    """On exit, restore the trainer's attributes, its metrics and the random number generators."""
     before = dict(vars(trainer))
     containers = (list, dict, set, deque)
     vars(trainer).update({k: copy.copy(v) for k, v in before.items() if isinstance(v, containers)})

@@ -16,7 +16,7 @@ STOCK = "grpo"  # TRL's own update; also assumed for a checkpoint without an ent
 
 
 def describe(regulator: Regulator) -> str:
-    """The regulator's text or, without one, the name of its class or function; the same in every process."""
+    """The regulator's text form, or else the name of its class or function; the same in every process."""
     return " | ".join(_describe_one(part) for part in parts_of(regulator))
 
 

@@ -4,9 +4,9 @@ actor_rollout_ref.actor.policy_loss:
   _target_: poise.integrations.verl.RegulatedPolicyLoss
   loss_mode: poise
   regulator: ar(alpha=0.2)
-  base_loss: vanilla        # any loss of verl that is a sum over tokens in proportion to their advantages
+  base_loss: vanilla        # any loss of verl that is a sum of token terms, each proportional to its advantage
 
-A policy loss sees one micro-batch, and not the KL and entropy terms. For methods that read the whole batch or update in
+A policy loss sees one micro-batch, but not the KL and entropy terms. For methods that read the whole batch or update in
 several phases, use the trainer (``verl_trainer``). Loss and trainer are entry points of the group ``verl.plugins``,
 which ``import verl`` loads in every process. verl hides errors in plugins; ``poise doctor verl`` shows them.
 """
@@ -59,7 +59,7 @@ def regulated_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """``base_loss`` with advantages multiplied by the regulator's weights."""
+    """Compute ``base_loss`` with advantages multiplied by the regulator's weights."""
     settings = config.policy_loss
     if not isinstance(settings, RegulatedPolicyLoss):
         raise CannotRegulateError(

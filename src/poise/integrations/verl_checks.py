@@ -1,4 +1,4 @@
-"""Refuses, before training starts, what verl cannot do with a regulator. Each message says what to do instead.
+"""Checks before training: reject what verl cannot do with a regulator. Each message says what to do instead.
 
 The functions import verl only when called, because verl imports its plugins, and they import this file.
 """
@@ -49,8 +49,8 @@ def check_verl() -> None:
     )
     if os.environ.get(UNTESTED) != "1":
         raise CannotRegulateError(
-            f"{found}. Install 'verl=={TESTED}'; to try yours, set {UNTESTED}=1 on every node, and compare a run with "
-            "the regulator grpo with stock verl first: both must give the same metrics"
+            f"{found}. Install 'verl=={TESTED}'; to try yours, set {UNTESTED}=1 on every node, and first compare a run "
+            "with the regulator grpo to a run of stock verl: both must have the same metrics"
         )
     warnings.warn(f"{found} ({UNTESTED}=1)", stacklevel=3)
 
@@ -68,7 +68,7 @@ def correct_at(config: Any) -> float | None:
     if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
         return float(value)
     raise CannotRegulateError(
-        f"trainer.v1.{mode}.correct_at is {value!r}: set it to a number, such as 1.0, or leave it out"
+        f"trainer.v1.{mode}.correct_at is {value!r}: set it to a number, such as 1.0, or remove it"
     )
 
 
@@ -81,7 +81,7 @@ def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
     wants = probe(regulator)
     part = part_beyond(regulator, "token")
     if len(wants.phases) > 1 or part is not None or regulator.needs:
-        why = f"needs {', '.join(sorted(regulator.needs))}" if part is None else f"has {type(part).__name__} in it"
+        why = f"needs {', '.join(sorted(regulator.needs))}" if part is None else f"contains {type(part).__name__}"
         why = why if len(wants.phases) == 1 else f"has {len(wants.phases)} phases"
         raise CannotRegulateError(
             f"{text} {why}, but a policy loss sees only the log-probabilities and advantages of one micro-batch: leave "
@@ -91,7 +91,7 @@ def check_policy_loss(text: str, base: str) -> tuple[Regulator, Demands]:
     if wants.kl != ALL:
         raise CannotRegulateError(
             f"{text} weights the KL and entropy terms, which verl adds after the policy loss; set kl_weighted=False, "
-            "as in 'tr-grpo(kl_weighted=False)'. Without KL and entropy terms the two are the same"
+            "as in 'tr-grpo(kl_weighted=False)'. Without KL and entropy terms this changes nothing"
         )
     if base == LOSS:
         raise CannotRegulateError(
@@ -185,7 +185,7 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
         raise CannotRegulateError(f"{name} needs {', '.join(missing)}, which verl's batches do not have")
     if "correct" in needs and (why := _unclear_rewards(config)) and correct_at(config) is None:
         raise CannotRegulateError(
-            f"{name} needs to know which responses are correct, and {why} may give rewards that do not say so: set "
+            f"{name} needs to know which responses are correct, and {why} may return rewards that do not show it: set "
             f"trainer.v1.{config.trainer.v1.trainer_mode}.correct_at, the smallest reward of a correct response"
         )
     rollout = config.actor_rollout_ref.rollout
@@ -208,7 +208,7 @@ def _unclear_rewards(config: Any) -> str:
     if penalty.get("enable", False):
         return "a length penalty (overlong_buffer_cfg)"
     own = (reward.get("custom_reward_function", None) or {}).get("path", None)
-    return f"a reward of your own (custom_reward_function, {own})" if own else ""
+    return f"your reward function (custom_reward_function, {own})" if own else ""
 
 
 def _check_states(config: Any, name: str) -> None:
@@ -217,7 +217,7 @@ def _check_states(config: Any, name: str) -> None:
     why = f"{name} reads hidden states in verl's forward pass, before the update; "
     if actor.strategy not in ENGINES:
         known = " or ".join(ENGINES)
-        raise CannotRegulateError(f"{why}poise can do that with actor.strategy {known}, not {actor.strategy!r}")
+        raise CannotRegulateError(f"{why}poise supports this with actor.strategy {known}, not {actor.strategy!r}")
     for place, part in (("actor", actor), ("actor.fsdp_config", actor.fsdp_config)):
         if int(part.get("ulysses_sequence_parallel_size") or 1) > 1:
             raise CannotRegulateError(
@@ -226,12 +226,12 @@ def _check_states(config: Any, name: str) -> None:
             )
     if model.get("use_fused_kernels", False):
         raise CannotRegulateError(
-            f"{why}fused kernels run the output layer without showing them: set "
+            f"{why}fused kernels run the output layer without exposing hidden states: set "
             "actor_rollout_ref.model.use_fused_kernels=False"
         )
     if (config.algorithm.get("rollout_correction", None) or {}).get("bypass_mode", False):
         raise CannotRegulateError(
-            f"{why}with bypass_mode there is no such pass: set algorithm.rollout_correction.bypass_mode=False"
+            f"{why}with bypass_mode verl does not run this pass: set algorithm.rollout_correction.bypass_mode=False"
         )
     if config.actor_rollout_ref.rollout.n < 2:
         raise CannotRegulateError(
@@ -257,12 +257,12 @@ def _check_terms(actor: Any, wants: Demands, loss: str, name: str) -> None:
     if loss not in MASKABLE:
         raise CannotRegulateError(
             f"{name} masks the KL and entropy terms, but with loss_mode={loss!r} a mask would change the loss of the "
-            f"other tokens too; set use_kl_loss=False and entropy_coeff=0, or take one of {', '.join(MASKABLE)}"
+            f"other tokens too; set use_kl_loss=False and entropy_coeff=0, or use one of {', '.join(MASKABLE)}"
         )
     if actor.loss_agg_mode not in LENGTH_FREE:
         raise CannotRegulateError(
             f"{name} masks the KL and entropy terms, but loss_agg_mode={actor.loss_agg_mode!r} divides by the number "
-            "of tokens left; set use_kl_loss=False and entropy_coeff=0, or take one of " + ", ".join(LENGTH_FREE)
+            "of unmasked tokens; set use_kl_loss=False and entropy_coeff=0, or use one of " + ", ".join(LENGTH_FREE)
         )
 
 
@@ -276,7 +276,7 @@ def _check_phases(config: Any, wants: Demands, name: str) -> None:
     if config.actor_rollout_ref.actor.shuffle:
         raise CannotRegulateError(
             f"with actor.shuffle=True poise cannot know which mini-batches have no token in a phase of {name} "
-            f"({listed}), and there momentum would move the model; set actor_rollout_ref.actor.shuffle=False"
+            f"({listed}), where momentum alone would move the model; set actor_rollout_ref.actor.shuffle=False"
         )
     mtp = config.actor_rollout_ref.model.get("mtp", None) or {}
     distillation = config.get("distillation", None) or {}

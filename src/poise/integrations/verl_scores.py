@@ -3,7 +3,7 @@
 The trainer calls ``request``, which adds entries for the workers to the batch, and orders the rows so that each group
 goes to one worker. During the pass over its rows, a worker stores the hidden states of its response tokens and a copy
 of the output weight, which is whole while the head runs, even if verl shards it. Then the worker scores its groups, and
-puts one number per token into verl's queue, together with the log-probabilities.
+puts one score per token into verl's queue, together with the log-probabilities.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMPARED = 64  # tokens per micro-batch whose log-probabilities are compared wit
 
 
 def is_correct(rewards: Tensor, correct_at: float | None) -> Tensor:
-    """Whether each reward reaches ``correct_at``. If that is None, whether it is 1; other rewards must be 0 or −1."""
+    """Whether each reward is at least ``correct_at``; if ``correct_at`` is None: is 1. Others must then be 0 or −1."""
     if correct_at is not None:
         return rewards >= correct_at
     odd = (rewards != 1) & (rewards != 0) & (rewards != -1)
@@ -50,7 +50,7 @@ def is_correct(rewards: Tensor, correct_at: float | None) -> Tensor:
 
 
 def request(batch: Any, processes: int, regulator: str, correct_at: float | None) -> Any:
-    """Prepare the batch for a pass with scores. With several workers, rows are reordered."""
+    """Prepare the batch for a pass that computes scores. With several workers, reorder the rows."""
     split_groups: list[str] = []
     if processes > 1:
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid"])
@@ -68,9 +68,10 @@ def owners(batch: Any, uids: Sequence[Any]) -> list[str]:
 
 
 def together(owners: Sequence[str], load: Sequence[float], processes: int) -> tuple[list[int], list[str]]:
-    """An order of the rows in which each worker's block has whole groups and about the same load; the split groups.
+    """Order the rows so that each worker's block has whole groups and about the same load.
 
-    All blocks have the same number of rows, so groups of unequal size may not fit, and are split.
+    Returns the order and the groups that are split: all blocks have the same number of rows, so groups of unequal size
+    may not fit.
     """
     groups: dict[str, list[int]] = {}
     for row, owner in enumerate(owners):
@@ -88,9 +89,9 @@ def together(owners: Sequence[str], load: Sequence[float], processes: int) -> tu
 def _blocks(
     groups: dict[str, list[int]], load: Sequence[float], processes: int, room: int, *, even: bool
 ) -> tuple[list[list[int]], list[str]]:
-    """Blocks of whole groups, placed from large to small, and the groups that do not fit.
+    """Put whole groups into blocks, largest first. Returns the blocks, and the groups that do not fit.
 
-    A group goes to the block with the lightest load (``even``), or with the least room left.
+    A group goes to the block with the lightest load (``even``), or to the block with the least free space.
     """
     blocks: list[list[int]] = [[] for _ in range(processes)]
     loads, cut = [0.0] * processes, []
@@ -133,9 +134,9 @@ class _States:
         self.head: Head | None = None
 
     def see(self, output: Any, inputs: tuple[Any, ...]) -> None:
-        """A hook before the output layer.
+        """Keep the input of the output layer, which is the last hidden states, and copy the head.
 
-        The layer's input is the last hidden states; its weight is whole at this time.
+        A hook that runs before the output layer: at this time the layer's weight is whole.
         """
         self._head_input = inputs[0].detach()
         if self.head is None:
@@ -144,7 +145,7 @@ class _States:
             self.head = replace(head, weight=head.weight.detach().clone(), bias=bias)
 
     def keep(self, model_output: Any, data: Any, **_: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Called instead of verl's loss, once per micro-batch. Stores the states of its response tokens."""
+        """Store the states of a micro-batch's response tokens. verl calls this in place of its loss."""
         if self._head_input is None or self.head is None:
             raise CannotRegulateError("the model did not run its output layer, so poise has no hidden states to score")
         head_input, self._head_input = self._head_input, None
@@ -181,17 +182,17 @@ class _States:
             )
 
     def hidden(self, rows: Tensor) -> Tensor:
-        """The states (n, T, d) of some rows. Where the mask is False, they belong to other tokens."""
+        """The states (n, T, d) of some rows. Where the mask is False, the states are those of other tokens."""
         assert self._states is not None
         return self._states[self._places[rows].clamp(min=0)]
 
 
 class ScoringWorker(TrainingWorker):  # type: ignore[misc]
-    """verl's training worker. Its forward pass also scores tokens if the trainer asks for it."""
+    """verl's training worker. Its forward pass also scores tokens if the trainer requests scores."""
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)  # type: ignore[untyped-decorator, unused-ignore]
     def infer_batch(self, data: Any) -> Any:
-        """verl's method. Also returns scores if the trainer asks for them."""
+        """Extend verl's method: also return scores if the trainer requests them."""
         text = tu.pop(data, _REGULATOR, default=None)
         if text is None:
             return super().infer_batch(data)
@@ -223,7 +224,7 @@ class ScoringWorker(TrainingWorker):  # type: ignore[misc]
         return output
 
     def _run(self, data: Any, states: _States) -> Any:
-        """verl's forward pass over all rows; ``states`` sees every micro-batch."""
+        """Run verl's forward pass over all rows; ``states`` stores the hidden states of every micro-batch."""
         data[_ROW] = torch.arange(len(data))
         tu.assign_non_tensor(data, compute_loss=True)
         head = self.engine.module.get_output_embeddings()

@@ -13,7 +13,7 @@ before each update of the actor. Then, for each phase, poise puts weighted advan
 actor, and poise restores the original advantages. Because weights are not negative, a weighted advantage weights the
 clipped policy term. A phase removes KL and entropy terms by ``response_mask``; verl divides by a token count from
 ``loss_mask``, which does not change. Scores from hidden states come from the workers (``verl_scores``). ``verl_checks``
-refuses what verl cannot express.
+rejects settings that verl cannot express.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         super().__init__(config)
 
     def _init_dataloader(self) -> None:
-        """verl's method. Also multiplies the length of the learning-rate schedule, which advances in each phase."""
+        """Extend verl's method: multiply the length of the learning-rate schedule, which advances in each phase."""
         super()._init_dataloader()
         self.config.actor_rollout_ref.actor.optim.total_training_steps *= len(self._wants.phases)
 
     def _init_resource_pool_mgr(self) -> None:
-        """verl's method. Also chooses the class of the workers."""
+        """Extend verl's method: use workers that score, if the regulator needs scores."""
         super()._init_resource_pool_mgr()
         if scorers(self.regulator):
             use_scoring_workers(self.role_worker_mapping)
@@ -129,7 +129,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return batch
 
     def _token_batch(self, batch: Any) -> tuple[TokenBatch, TensorDict, Regulator]:
-        """This step's batch from verl's queue, the fields that phases will replace, and the regulator."""
+        """Return this step's batch from verl's queue, the fields that phases will replace, and the regulator."""
         score_fields = [f"{SCORES}{number}" for number in range(len(scorers(self.regulator)))]
         needs = with_scores(self.regulator, [None] * len(score_fields)).needs
         correction = self.config.algorithm.get("rollout_correction", None) or {}
@@ -155,7 +155,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return tokens, stored, with_scores(self.regulator, [data[name] for name in score_fields])
 
     def _write_tokens(self, export: TokenExport, batch: Any, tokens: TokenBatch, phases: list[Phase]) -> None:
-        """Export the responses of a step, without the empty rows with which verl pads its batches."""
+        """Export the responses of a step, except the empty rows with which verl pads its batches."""
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts", "responses"])
         prompts, responses = (data[name].unbind() for name in ("prompts", "responses"))
         made = lines(tokens, phases, prompts, responses, self.tokenizer.decode)
@@ -177,7 +177,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             check_config(self.config, self.regulator, now, self._regulator_name)
 
     def _weighted(self, stored: TensorDict, batch: TokenBatch, phase: Phase) -> TensorDict:
-        """The weighted advantages of a phase; also its mask, if the phase leaves out KL or entropy terms."""
+        """Return the weighted advantages of a phase; also its mask, if the phase excludes KL or entropy terms."""
         lengths = stored[MASK]
         weighted = {ADVANTAGES: response_to_nested(batch.token_advantages * phase.policy, lengths)}
         if has_terms(self.config.actor_rollout_ref.actor) and demands([phase], batch).kl == PART:
@@ -199,7 +199,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         """The rows of the mini-batches that have an active token; all rows if there is only one phase.
 
         verl gives each process a contiguous block of rows, which the process splits into mini-batches in order. Only
-        whole mini-batches are left out, so the others stay the same.
+        whole mini-batches are removed, so the other mini-batches do not change.
         """
         count = len(batch.mask)
         if len(self._wants.phases) == 1:
