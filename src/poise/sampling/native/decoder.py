@@ -24,7 +24,7 @@ PASS_TOKENS = 8192  # prompt tokens per pass
 
 
 class UnreadPrompt(NamedTuple):
-    """A prompt to run through the model, and where its keys go."""
+    """A prompt to run through the model, and the first row for its keys."""
 
     number: int  # identifies the prompt in the cache
     row: int  # the first row that needs it
@@ -33,18 +33,18 @@ class UnreadPrompt(NamedTuple):
 
 
 class RowLengths(NamedTuple):
-    """Lists with an entry for each decoded row."""
+    """The lengths of the decoded rows; each list has one entry per row."""
 
     prompts: list[int]  # tokens of the prompt
     counts: list[int]  # response tokens so far
-    limits: list[int]  # response tokens at most
+    limits: list[int]  # maximum response tokens
 
 
 class Decoder:
     """A model, its key-value cache, and the tensors that a step reads and writes.
 
-    A step draws a token from the last hidden state of every row, and runs it through the model. Its inputs and outputs
-    are tensors with fixed addresses, so that it can be recorded as a CUDA graph.
+    A step draws a token from the last hidden state of every row, and runs these tokens through the model. The step's
+    inputs and outputs are tensors with fixed addresses, so that the step can be recorded as a CUDA graph.
     """
 
     def __init__(self, policy: Policy, cache: SharedPromptCache | SlotCache) -> None:
@@ -57,7 +57,7 @@ class Decoder:
         self.tokens = torch.zeros(by_step, dtype=torch.long, device=device)
         self.logp, self.entropy = torch.zeros(by_step, device=device), torch.zeros(by_step, device=device)
         self.step_number = torch.zeros(1, dtype=torch.long, device=device)  # steps since the last look
-        # transformers uses a mask of four dimensions unchanged and builds none.
+        # transformers uses a four-dimensional mask unchanged and builds no other mask.
         self.mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
 
     def clear(self) -> None:
@@ -65,11 +65,11 @@ class Decoder:
         self.cache.clear()
 
     def decoded_rows(self, sequences: int) -> int:
-        """How many rows to decode when the first ``sequences`` rows hold a sequence."""
+        """Return the number of rows to decode when the first ``sequences`` rows hold a sequence."""
         return sequences
 
     def read(self, prompts: Sequence[UnreadPrompt]) -> None:
-        """Run prompts through the model, packed, and store their keys. After saved keys, only new tokens run."""
+        """Run prompts through the model, packed, and store their keys. If keys are saved, run only the new tokens."""
         for whole in (True, False):
             part = [each for each in prompts if (each.saved is None) == whole]
             costs = [len(each.prompt.tokens) - (each.saved.length if each.saved else 0) for each in part]
@@ -77,7 +77,7 @@ class Decoder:
                 self._read([part[i] for i in numbers])
 
     def _read(self, prompts: Sequence[UnreadPrompt]) -> None:
-        """Read prompts in one pass. Either all of them have saved keys, or none has."""
+        """Run prompts through the model in one pass. Either all or none of them must have saved keys."""
         numbers, device = [each.number for each in prompts], self.mask.device
         saved = [each.saved for each in prompts if each.saved is not None]
         if saved:
@@ -93,7 +93,7 @@ class Decoder:
         self.cache.keep_states(numbers, states)
 
     def occupy(self, rows: list[int], prompts: list[int]) -> None:
-        """Assign rows to sequences whose prompts (by number) have been read."""
+        """Assign rows to sequences. ``prompts`` are the numbers of their prompts, which must have been read."""
         self.hidden[send(rows, self.hidden.device)] = self.cache.occupy(rows, prompts)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
@@ -109,9 +109,9 @@ class Decoder:
     def decode(
         self, rows: RowLengths, numbers: list[int], steps: int, sampling: Sampling, seed: int, *, last: bool
     ) -> None:
-        """Decode ``steps`` tokens in the first rows, with the random numbers of the sequences ``numbers``.
+        """Decode ``steps`` tokens in the first rows. ``numbers`` are the sequence numbers, for the random numbers.
 
-        ``last``: no row continues after these steps, so the model need not run on the last tokens.
+        ``last`` skips the model's pass over the last tokens, because no row continues after these steps.
         """
         n, device = len(numbers), self.hidden.device
         self.cache.set_lengths(*rows)
@@ -120,7 +120,7 @@ class Decoder:
         self.run(n, steps, sampling, last=last)
 
     def run(self, n: int, steps: int, sampling: Sampling, *, last: bool) -> None:
-        """Take ``steps`` steps with the first n rows. Their lengths and random numbers must be set."""
+        """Run ``steps`` steps on the first n rows, whose lengths and random numbers must be set."""
         self.step_number.zero_()
         head = self.policy.head(sampling.temperature or 1.0)
         with self._light():
@@ -132,16 +132,17 @@ class Decoder:
                     self.cache.advance()
 
     def _light(self) -> AbstractContextManager[object]:
-        """On a CPU, torch's inference mode, where operations cost less; tensors that outlive a step are made outside.
+        """Return torch's inference mode on a CPU, where it makes operations cheaper; elsewhere a null context.
 
-        It is off for model code from a repository: tables that such code makes here could not be used in training.
+        Tensors that outlive a step must be created outside this context. Custom model code always runs in a null
+        context, because tables that it creates in inference mode could not be used in training.
         """
         base = self.policy.base
         custom = getattr(base, "is_custom_code", base.is_remote_code)()  # older versions lack is_custom_code
         return torch.inference_mode() if not custom and self.mask.device.type == "cpu" else nullcontext()
 
     def draw(self, n: int, head: Head, sampling: Sampling) -> Tensor:
-        """Draw the next token of each row, (n,). Records the tokens, their log-probabilities and the entropies."""
+        """Draw the next token of each row, (n,), and record the tokens, log-probabilities and entropies."""
         records = [record[:, :n] for record in (self.tokens, self.logp, self.entropy)]
         hidden, points = self.hidden[:n], self.points[:, :n]
         if sampling.whole and _device.suits_triton(hidden):
@@ -173,13 +174,13 @@ class Decoder:
 
 
 def plain_decoder(policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes) -> Decoder:
-    """A decoder with a ``SharedPromptCache``."""
+    """Build a decoder with a ``SharedPromptCache``."""
     like, width = next(policy.trunk.parameters()), policy.head().weight.shape[1]
     return Decoder(policy, SharedPromptCache(shapes, sizes, width, like))
 
 
 def layer_shapes(policy: Policy) -> list[Shape]:
-    """The shapes of every layer's keys and values, recorded while one token runs through the model."""
+    """Return the shapes of every layer's keys and values, recorded while one token runs through the model."""
     packed = layout_prompts([Prompt((0,))], policy.device)
     mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=policy.device)
     recorder = _ShapeRecorder()

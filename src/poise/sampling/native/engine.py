@@ -27,7 +27,7 @@ from poise.sampling.native.scheduler import Scheduler
 from poise.sampling.native.session import KeptRows, NativeSession
 from poise.sampling.requests import Completion, Done, Request, check_requests
 
-PROMPT_STEP = 64  # prompt lengths are rounded up to a multiple, so that the cache is rarely reallocated
+PROMPT_STEP = 64  # prompt lengths are rounded up to a multiple of this, so that the cache is rarely reallocated
 SMALL_MODEL = 10_000_000  # parameters in the layers; a smaller model decodes faster with one CPU thread
 # Errors that a model's code may raise if it does not accept the engine's arguments.
 TRIAL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -44,10 +44,11 @@ TRIAL_CACHE = CacheSizes(16, 2, 3, 13)
 class NativeEngine:
     """Decodes in the trainer's process, with the trainer's weights.
 
-    It runs transformers' own model code or, for the usual models on CUDA, a step of few kernels (``fused_step.py``).
+    On CUDA, common model types run through a step with few kernels (``fused_step.py``). All other models run through
+    transformers' own code.
 
     ``batch`` is the maximum number of responses decoded together; 0: no maximum. A response depends only on the seed,
-    its number and its prompt, not on other responses or on when it is decoded.
+    the request's number and the prompt, not on other responses or on when it is decoded.
     """
 
     def __init__(self, policy: Policy, batch: int = 0) -> None:
@@ -79,35 +80,35 @@ class NativeEngine:
         kept_rows: KeptRows | None = None,
         least: tuple[int, int] = (0, 0),
     ) -> list[Completion]:
-        """``sample`` for a session: with its kept rows, and a cache of at least ``least`` (slots, tokens per slot)."""
+        """Sample for a session, with its ``kept_rows`` and a cache of at least ``least`` (slots, tokens per slot)."""
         check_requests(requests)
         self.policy.check_lengths((len(request.prompt.tokens), request.max_tokens) for request in requests)
         with torch.no_grad(), _threads(self.policy):
             return Scheduler(requests, self._decoder_for(requests, least), sampling, seed, done, kept_rows).work()
 
     def check_memory(self, prompt: int, response: int) -> None:
-        """Raise an error if CUDA has not enough memory for one sequence of this length."""
+        """Raise an error if the GPU does not have enough free memory for one sequence of this length."""
         if self._graphs:
             length = _rounded(prompt) + response
             graphs.affordable(1, length * self.token_bytes, _device.free_bytes(self.policy.device), length)
 
     def release(self) -> None:
-        """Free the memory of the cache; the next call allocates it again."""
+        """Free the cache's memory; the next call allocates a new cache."""
         self._decoder, self._decoder_key = None, ()
 
     def release_if_large(self) -> None:
-        """Free the memory of the cache if it is too large to stay during an update."""
+        """Free the cache's memory if the cache is too large to keep during an update."""
         if self.policy.device.type == "cuda" and self.cache_bytes > graphs.idle_bytes(self.policy.device):
             self.release()
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache that is now in memory."""
+        """Bytes of the current cache; 0 if there is none."""
         return 0 if self._decoder is None else self._decoder.cache.nbytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers. Without a flash kernel they are at least float32."""
+        """Bytes of one token's keys and values in all layers. Without a flash kernel, the cache is at least float32."""
         element_size = next(self.policy.trunk.parameters()).element_size()
         return graphs.slot_bytes(self.shapes, 1, element_size if self._graphs else max(4, element_size))
 
@@ -125,12 +126,12 @@ class NativeEngine:
         return graphs.usable(self.policy, self.shapes)
 
     def cache_sizes(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """The number of rows and the tokens per row that these requests need."""
+        """Return the number of rows and the tokens per row that these requests need."""
         slots = min(len(requests), self.batch or len(requests))
         return slots, max(_rounded(len(request.prompt.tokens)) + request.max_tokens for request in requests)
 
     def _decoder_for(self, requests: Sequence[Request], least: tuple[int, int] = (0, 0)) -> Decoder:
-        """A decoder with room for these requests: the last call's if it has the same sizes, else a new one.
+        """Return a decoder with room for these requests: the previous call's if its sizes match, else a new one.
 
         On a CPU the sizes depend only on these requests, not on earlier calls: the address and stride of a matrix may
         change the last bits of a product, and a resumed run must continue bit for bit.
@@ -153,12 +154,12 @@ class NativeEngine:
         return self._decoder
 
     def _roomy(self, slots: int, length: int, device: torch.device) -> CacheSizes:
-        """The sizes of a slot cache: the last call's, or larger if these requests need more.
+        """Return the sizes of a slot cache: the previous call's, enlarged if these requests need more.
 
         The number and length of responses may differ from call to call, and recording graphs for a new cache takes
-        longer than decoding. If the grown cache were too large to stay in memory, the cache has only the size that
-        these requests need. With ``deterministic=true`` the sizes do not depend on earlier calls, which a resumed run
-        has not made.
+        longer than decoding. If the enlarged cache would be too large to stay in memory, the sizes are only what these
+        requests need. With ``deterministic=true``, the sizes do not depend on earlier calls, because a resumed run has
+        not made these calls.
         """
         if self._decoder is not None and not _device.is_planned():
             had, _, _, room = self._decoder_key[:4]
@@ -175,7 +176,7 @@ def _rounded(length: int) -> int:
 def _new_decoder(
     policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes, *, graphed: bool, step: FusedStep | None = None
 ) -> Decoder:
-    """A decoder with room for these sizes. ``graphed``: use CUDA graphs, which may run the fused ``step``."""
+    """Build a decoder of these sizes. ``graphed``: use CUDA graphs, which may run the fused ``step``."""
     return graphs.graphed_decoder(policy, shapes, sizes, step) if graphed else plain_decoder(policy, shapes, sizes)
 
 
@@ -196,9 +197,9 @@ def _threads(policy: Policy) -> Iterator[None]:
 
 @torch.no_grad()
 def supports(policy: Policy) -> bool:
-    """Whether the engine can decode with this model. The trial has two prompts, one of them with two responses.
+    """Whether the engine can decode with this model, according to a trial with two prompts and three responses.
 
-    The hidden states must be the same as in one pass over prompt and response. The trial fails for layers that share
+    The hidden states must equal the states of one pass over prompt and response. The trial fails for layers that share
     keys, have a recurrent state, or do not pass keywords on to the attention function.
     """
     if not policy.packed:
@@ -212,7 +213,7 @@ def supports(policy: Policy) -> bool:
 
 
 def _tried_step(policy: Policy) -> FusedStep | None:
-    """The fused step of a model if its hidden states equal the model's, else None."""
+    """Return the fused step of a model if the step's hidden states equal the model's own, else None."""
     step = _STEPS.get(policy)
     if step is not None and step.usable:
         return step
@@ -240,7 +241,7 @@ def _tried_step(policy: Policy) -> FusedStep | None:
 
 @torch.no_grad()
 def _decodes(policy: Policy, step: FusedStep | None = None) -> bool:
-    """Whether two decoding steps of three rows give the hidden states of one pass over prompt and response."""
+    """Whether two decoding steps of three rows give the same hidden states as one pass over prompt and response."""
     prompts, prompt_of, tokens = _trial_texts(policy)
     rounds = (tokens, tokens[::-1])  # the second step reads the key that the first stored
     shapes, expected = layer_shapes(policy), []
@@ -259,7 +260,7 @@ def _decodes(policy: Policy, step: FusedStep | None = None) -> bool:
 
 
 def _trial_texts(policy: Policy) -> tuple[list[Prompt], list[int], list[int]]:
-    """Two prompts, the prompt's number for each of three rows, and a token for each row."""
+    """Return two prompts, and for each of three rows the number of its prompt and a token."""
     size = policy.head().vocabulary
     prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((3 % size, 1 % size))]
     return prompts, [0, 0, 1], [2 % size, 4 % size, 5 % size]
@@ -276,7 +277,7 @@ def _begin_trial(decoder: Decoder, prompts: list[Prompt], prompt_of: list[int]) 
 
 @torch.no_grad()
 def continues(policy: Policy) -> bool:
-    """Whether keys can be kept between turns with this model: a trial of two dialogues of two turns.
+    """Whether keys can be kept between turns with this model, according to a trial with two dialogues of two turns.
 
     The second turn's log-probabilities must be the same as in one pass over the whole dialogue.
     """

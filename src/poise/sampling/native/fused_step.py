@@ -1,10 +1,10 @@
-"""A decoding step of a model like Llama with eight kernels per layer; transformers' own code launches about forty.
+"""A decoding step for Llama-like models with eight kernels per layer; transformers' own code launches about forty.
 
-Decoding a small model takes as long as launching its kernels, even from a CUDA graph. So this file implements the step
-for the usual layers with fewer kernels: one product for queries, keys and values; one product for gate and up; each
-residual sum together with the norm after it; the rotation inside the attention. A LoRA adapter adds two thin products
-(``models/adapters.py``). The results equal transformers' and peft's up to rounding; a trial compares both for every
-model (``engine.py``). Other models decode through their own code.
+For a small model, launching kernels takes most of the decoding time, even from a CUDA graph. This file therefore
+implements the step for common layers with fewer kernels: one product for queries, keys and values; one product for gate
+and up; each residual sum fused with the next norm; the rotation inside the attention. A LoRA adapter adds two thin
+products (``models/adapters.py``). The results equal transformers' and peft's up to rounding; a trial compares both for
+every model (``engine.py``). Other models decode through their own code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
 class FusedStep:
-    """The step of one model. It reads the model's own weights, so it sees in-place updates."""
+    """The decoding step of one model. It reads the model's own weights, so in-place updates take effect."""
 
     def __init__(self, trunk: Any) -> None:
         self.trunk = trunk
@@ -32,7 +32,7 @@ class FusedStep:
 
     @property
     def usable(self) -> bool:
-        """Whether layers and weights are still in place: moving a model separates the joined weights."""
+        """Whether the model still has these layers and joined weights. Moving a model separates joined weights."""
         return all(
             _is_usual(layer) and all(map(JoinedLinear.covers, weights, _joinable(layer)))
             for weights, layer in zip(self.joined, self.trunk.layers, strict=True)
@@ -40,7 +40,7 @@ class FusedStep:
 
     @torch.no_grad()
     def run(self, token: Tensor, cache: SlotCache) -> Tensor:
-        """The last hidden states (n, W) after the tokens (n,). Stores the tokens' keys and values in the cache."""
+        """Run the tokens (n,) through the model, store their keys and values, and return the hidden states (n, W)."""
         from poise.sampling.native.kernels import add_norm, silu_product
 
         trunk, n = self.trunk, len(token)
@@ -59,7 +59,7 @@ class FusedStep:
 
 
 def fused_step(policy: Policy) -> FusedStep | None:
-    """The step of a policy's model; None if the model has another type or other layers."""
+    """Build the fused step for a policy's model; None if the model's type or layers are not supported."""
     trunk = policy.trunk
     config, like = policy.base.config, next(trunk.parameters())
     if not _device.suits_triton(like) or config.model_type not in FUSED or config.hidden_act != "silu":
@@ -75,7 +75,7 @@ def _is_usual(layer: nn.Module) -> bool:
 
 
 def _joinable(layer: Any) -> list[list[Any]]:
-    """The linear layers, grouped by input: queries, keys and values together; gate and up together."""
+    """Return the linear layers, grouped by input: queries, keys and values together; gate and up together."""
     attention, mlp = layer.self_attn, layer.mlp
     groups = (
         (attention, ("q_proj", "k_proj", "v_proj")), (attention, ("o_proj",)),
@@ -89,13 +89,13 @@ def _norm(module: Any) -> tuple[Tensor, float]:
 
 
 def _heads(products: Tensor, attention: Any) -> list[Tensor]:
-    """Views of the queries (n, H, D), keys and values (n, G, D) in the joined products."""
+    """Return views of the queries (n, H, D), keys and values (n, G, D) in the joined products."""
     sizes = [part.out_features for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
     return [part.unflatten(-1, (-1, attention.head_dim)) for part in products.split(sizes, -1)]
 
 
 def _window(attention: Any) -> int | None:
-    """The sliding window of a layer. Mistral's layers read it from their configuration; Llama's ignore it there."""
+    """Return a layer's sliding window. Mistral's layers read the configuration's window; Llama's layers ignore it."""
     place = attention.config if attention.config.model_type == "mistral" else attention
     window: int | None = getattr(place, "sliding_window", None)
     return window

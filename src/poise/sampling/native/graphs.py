@@ -1,4 +1,4 @@
-"""Decoding on CUDA: records a step once as a CUDA graph, then replays it."""
+"""Decoding on CUDA: records a step once as a CUDA graph, then replays the graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def usable(policy: Policy, shapes: Sequence[Shape]) -> bool:
 def graphed_decoder(
     policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes, step: FusedStep | None = None
 ) -> GraphedDecoder:
-    """A decoder with as many of the requested slots as fit into the free memory."""
+    """Build a decoder with as many of the requested slots as fit into the free memory."""
     like, width = next(policy.trunk.parameters()), policy.head().weight.shape[1]
     length = sizes.longest_prompt + sizes.max_tokens
     slots = affordable(
@@ -45,12 +45,12 @@ def graphed_decoder(
 
 
 def slot_bytes(shapes: Sequence[Shape], length: int, element_size: int) -> int:
-    """Bytes of the keys and values of one sequence."""
+    """Return the bytes of one sequence's keys and values."""
     return length * element_size * sum(heads * (key + value) for heads, key, value in shapes)
 
 
 def affordable(slots: int, per_slot: int, free: int, length: int) -> int:
-    """How many of the requested slots fit into the free memory."""
+    """Return how many of the requested slots fit into the free memory."""
     fit = int(CACHE_SHARE * free) // per_slot
     if fit < 1:
         raise SlotMemoryError(
@@ -62,15 +62,15 @@ def affordable(slots: int, per_slot: int, free: int, length: int) -> int:
 
 
 def idle_bytes(device: torch.device) -> float:
-    """The largest cache that may stay in memory between two calls."""
+    """Return the maximum bytes of a cache that stays in memory between two calls."""
     return IDLE_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 class GraphedDecoder(Decoder):
     """Records and replays a graph for each number of rows in ``sizes`` and each ``Sampling``.
 
-    A graph reads the weights at fixed addresses, so it sees in-place updates. It runs ``step`` if given, else the
-    model's own code.
+    A graph reads the weights at fixed addresses, so in-place updates take effect. It runs the fused ``step`` if there
+    is one, else the model's own code.
     """
 
     cache: SlotCache
@@ -82,7 +82,7 @@ class GraphedDecoder(Decoder):
         self.graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
 
     def decoded_rows(self, sequences: int) -> int:
-        """The smallest size in ``sizes`` with room for these sequences."""
+        """Return the smallest size in ``sizes`` with room for these sequences."""
         return self.sizes[bisect_left(self.sizes, sequences)] if sequences else 0
 
     def run(self, n: int, steps: int, sampling: Sampling, *, last: bool) -> None:  # noqa: ARG002
@@ -103,7 +103,7 @@ class GraphedDecoder(Decoder):
     def _record(self, n: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
         """Record a step, and undo the changes of the warm-up steps.
 
-        Their keys stay in the cache: replayed steps overwrite them before they are read.
+        Keys from the warm-up steps stay in the cache, but replayed steps overwrite these keys before reading them.
         """
         state = (self.hidden, self.cache.positions, self.cache.counts)
         saved = [x.clone() for x in state]
@@ -129,7 +129,7 @@ class GraphedDecoder(Decoder):
 
 
 def sizes(slots: int) -> list[int]:
-    """Powers of two and the numbers half-way between them, from 8 to ``slots``: at most a third of the rows is idle."""
+    """Return powers of two and the numbers half-way between them, from 8 to ``slots``: at most a third of rows idle."""
     chosen = {slots}
     for power in range(3, slots.bit_length()):
         chosen |= {size for size in (1 << power, 3 << power >> 1) if size <= slots}

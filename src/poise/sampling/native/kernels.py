@@ -97,8 +97,8 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Store the new keys and values (n, G, D), and attend with the queries (n, H, D) to all keys of their slots.
 
-    Slots are (S, length, G, D). The first ``used`` (n,) keys of a slot count, including the new one. Without
-    ``rotation``, queries and keys must be normed and rotated already.
+    Slots are (S, length, G, D). ``used`` (n,) is the number of keys per slot, including the new one. Without
+    ``rotation``, queries and keys must already be normed and rotated.
     """
     rows, heads, width = query.shape
     shared, rotation = keys.shape[2], rotation or Rotation()
@@ -121,7 +121,7 @@ def attend(
 
 
 def suits(query: Tensor, keys: Tensor) -> bool:
-    """Whether ``attend`` is fast here. It is slow for few rows with many keys, because it does not split a row."""
+    """Whether ``attend`` supports these shapes and is fast; it is slow for few rows with many keys."""
     sharing, busy = query.shape[1] // keys.shape[2], 2 * _processors(query.device)
     enough = len(query) * keys.shape[2] >= busy or keys.shape[1] <= SHORT
     return sharing <= 16 and keys.shape[3] <= 256 and enough
@@ -202,8 +202,8 @@ def draw(
     """Draw a token from each row of ``product`` (n, V), the head's weights times the hidden states.
 
     ``points``, ``tokens``, ``logp`` and ``entropy`` are (steps, S). The random numbers are row ``step`` of ``points``;
-    the results are written to the first n places of row ``step`` of the others. The kernel reads each row of logits
-    once and the token's block twice, and writes no tensor of that size.
+    the results are written to the first n columns of row ``step`` of the other tensors. The kernel reads each row of
+    logits once and the drawn token's block twice, and writes no tensor of the logits' size.
     """
     rows, vocabulary = product.shape
     block = min(4096, triton.next_power_of_2(vocabulary))
@@ -234,7 +234,7 @@ def _add_norm_kernel(x, delta, weight, total, out, width, epsilon, ADD: tl.const
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The sum of ``x`` and ``delta``, and its RMS norm times ``weight``, (n, W) each."""
+    """Return the sum of ``x`` and ``delta``, and the sum's RMS norm times ``weight``, (n, W) each."""
     rows, width = x.shape
     total, out = x if delta is None else torch.empty_like(x), torch.empty_like(x)
     with torch.cuda.device_of(x):
@@ -257,7 +257,7 @@ def _silu_product_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 def silu_product(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up, (n, I). ``gate_up`` (n, 2·I) holds the gates, then the ups."""
+    """Return silu(gate) · up, (n, I). ``gate_up`` (n, 2·I) holds the gates, then the ups."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))

@@ -14,7 +14,7 @@ from poise.models.attention import text_over_keys
 from poise.models.packing import Packed
 
 FIRST_ROOM = 256  # response tokens per row allocated at first
-ROUND = 16  # round the attended response tokens up to a multiple: torch is slower with fewer tokens or more shapes
+ROUND = 16  # attended response tokens are rounded up to a multiple: torch is slower with fewer tokens or more shapes
 Shape = tuple[int, int, int]  # per layer: key heads, width of a key, width of a value
 
 
@@ -52,12 +52,13 @@ class KVCache:
     def clear(self) -> None:
         """Forget all sequences: the weights may have changed."""
         self.prompt_of: dict[int, int] = {}  # row → prompt
-        self.home: dict[int, int] = {}  # prompt → where its keys are
+        self.home: dict[int, int] = {}  # prompt → index of its keys
 
     def set_lengths(self, prompts: Sequence[int], counts: Sequence[int], limits: Sequence[int]) -> None:
-        """Decode the first ``len(prompts)`` rows from now on.
+        """Set the lengths of the first ``len(prompts)`` rows, which the next steps decode.
 
-        Each list has one entry per row: the prompt's length, the response tokens so far, and their maximum.
+        Each list has one entry per row: the prompt's length, the response tokens so far, and the maximum number of
+        response tokens.
         """
         self.n = len(prompts)
         prompt, count, limit = send(torch.tensor([prompts, counts, limits]), self.device)
@@ -66,7 +67,7 @@ class KVCache:
         self.last_positions[: self.n] = prompt + limit.clamp(min=1) - 1
 
     def advance(self) -> None:
-        """Count one more token in every decoded row. Finished rows may get further tokens, which are not read.
+        """Count one more token in every decoded row. Finished rows may receive more tokens, which are discarded.
 
         A position never exceeds the row's last one: a table of learned positions ends there, and a rotary embedding may
         depend on the largest position of the batch.
@@ -79,7 +80,7 @@ class KVCache:
         self.prompt_states[send([self.home[prompt] for prompt in prompts], states.device)] = states
 
     def attend_text(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """Attend with each query (L, H, D) of the text just kept to its own and all earlier keys of its sequence."""
+        """Attend with each query (L, H, D) of the new text to its own key and all earlier keys of its sequence."""
         outs = []
         for home, start, length, end in zip(self.text_homes, *self.text_spans, strict=True):
             keys, values = self.prompt_kv(layer, home, end)
@@ -87,11 +88,11 @@ class KVCache:
         return torch.cat(outs)
 
     def prompt_kv(self, layer: int, home: int, length: int) -> tuple[Tensor, Tensor]:
-        """The first keys and values at a home, (G, length, D) each."""
+        """Return the first ``length`` keys and values at a home, (G, length, D) each."""
         raise NotImplementedError
 
     def _destinations(self, packed: Packed, homes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The home and the position of every packed token, (L,) each."""
+        """Return the home and the position of every packed token, (L,) each."""
         start, length = packed.segments.start, packed.segments.length
         if packed.cached_S is not None:
             self.text_homes = list(homes)
@@ -118,9 +119,9 @@ class SharedPromptCache(KVCache):
         self._allocate_room()
 
     def _allocate(self, rows: int, tokens: int, head: int) -> list[Tensor]:
-        """A tensor (rows, G, tokens, D) per layer; ``head`` 1: for keys, 2: for values.
+        """Allocate zeros (rows, G, tokens, D) for each layer, for keys (``head`` = 1) or values (``head`` = 2).
 
-        Memory must be initialized: uninitialized memory may contain NaN, and a masked weight of 0 times NaN is NaN.
+        Uninitialized memory may contain NaN, and a masked weight of 0 times NaN is NaN.
         """
         return [torch.zeros((rows, s[0], tokens, s[head]), dtype=self.dtype, device=self.device) for s in self.shapes]
 
@@ -130,7 +131,7 @@ class SharedPromptCache(KVCache):
 
     @torch.inference_mode(False)
     def _double_room(self) -> None:
-        """Double the room, one tensor at a time, so that only one old tensor is in memory beside its copy."""
+        """Double the room, one tensor after the other, so that only one tensor is in memory twice."""
         more = min(self.room, self.length - self.room)
         for stores in (self.response_keys, self.response_values):
             for layer, store in enumerate(stores):
@@ -154,7 +155,7 @@ class SharedPromptCache(KVCache):
     # Prompts and rows
 
     def assign(self, packed: Packed, prompts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> None:  # noqa: ARG002
-        """Give each prompt to be read a home, after the prompts that are already there."""
+        """Assign each new prompt a home, after the prompts that are already in the cache."""
         homes = range(len(self.lengths), len(self.lengths) + len(prompts))
         self.lengths += lengths
         self.home.update(zip(prompts, homes, strict=True))
@@ -167,7 +168,7 @@ class SharedPromptCache(KVCache):
             store[home, :, position] = new.transpose(0, 1).to(store.dtype)
 
     def occupy(self, rows: Sequence[int], prompts: Sequence[int]) -> Tensor:
-        """Assign rows to sequences whose prompts have been read.
+        """Assign rows to sequences with these prompts, which must have been read.
 
         Returns the hidden states (rows, W) from which the first tokens are drawn.
         """
@@ -175,7 +176,7 @@ class SharedPromptCache(KVCache):
         return self.prompt_states[send([self.home[prompt] for prompt in prompts], self.device)]
 
     def free(self, rows: Sequence[int]) -> None:
-        """Free rows of ended sequences. Drop prompts without a sequence, and move the last prompts into the gaps."""
+        """Free rows of ended sequences, drop prompts without a sequence, and move the last prompts into the gaps."""
         for row in rows:
             del self.prompt_of[row]
         in_use = set(self.prompt_of.values())
@@ -202,7 +203,7 @@ class SharedPromptCache(KVCache):
     # Keys between turns
 
     def copy_out(self, rows: Sequence[int], lengths: Sequence[int]) -> list[SavedRow]:
-        """Save the first ``lengths`` keys and values of each of these rows: the prompt's, then the response's."""
+        """Save the first ``lengths`` keys and values of these rows, of the prompt and then of the response."""
         longest, block = max(lengths), []
         stores = (
             ([x.transpose(2, 3) for x in self.prompt_keys], self.response_keys),
@@ -220,7 +221,7 @@ class SharedPromptCache(KVCache):
         return [SavedRow(block, row, length) for row, length in enumerate(lengths)]
 
     def copy_in(self, saved: Sequence[SavedRow], prompts: Sequence[int]) -> None:
-        """Copy saved keys and values to the beginning of these prompts, which have homes."""
+        """Copy saved keys and values to the start of these prompts, which must have a home."""
         stores = (*(x.transpose(2, 3) for x in self.prompt_keys), *self.prompt_values)
         for block, sources, homes, longest in by_block(saved, [self.home[prompt] for prompt in prompts]):
             source, target = send(sources, self.device), send(homes, self.device)
@@ -228,13 +229,13 @@ class SharedPromptCache(KVCache):
                 store[target, :, :longest] = copy[source, :, :longest]
 
     def prompt_kv(self, layer: int, home: int, length: int) -> tuple[Tensor, Tensor]:
-        """The first keys and values of a prompt, (G, length, D) each."""
+        """Return the first ``length`` keys and values of a prompt, (G, length, D) each."""
         return self.prompt_keys[layer][home, ..., :length].transpose(1, 2), self.prompt_values[layer][home, :, :length]
 
     # Attention
 
     def set_lengths(self, prompts: Sequence[int], counts: Sequence[int], limits: Sequence[int]) -> None:
-        """Set the lengths of the rows to decode, and find the rows that share a prompt."""
+        """Set the lengths of the rows to decode, and group the rows by prompt."""
         super().set_lengths(prompts, counts, limits)
         self.host_counts = list(counts)
         groups: list[list[int]] = [[] for _ in self.lengths]
@@ -262,7 +263,7 @@ class SharedPromptCache(KVCache):
         self.host_counts = [count + 1 for count in self.host_counts]
 
     def begin_step(self) -> None:
-        """Compute what all layers of a step share, and make room for the new keys."""
+        """Compute the values that all layers of a step share, and allocate room for the new keys."""
         self.biases: dict[int | None, tuple[Tensor | None, Tensor | None]] = {}  # by window
         self.lockstep = min(self.host_counts) == max(self.host_counts)
         self.newest = min(max(self.host_counts), self.length - 1)
@@ -321,7 +322,7 @@ class SharedPromptCache(KVCache):
         return rows if self.members is None else rows.index_select(0, self.member_places)
 
     def _biases(self, window: int | None, longest: int) -> tuple[Tensor | None, Tensor | None]:
-        """The biases added to the scores of prompts (by group) and of responses; the same for all layers."""
+        """Return the biases for the scores of prompts (by group) and of responses; all layers share them."""
         count, column = self.column[:, None], torch.arange(self.used, device=self.device)
         if window is None:
             whole = self.lockstep and self.used == self.newest + 1
@@ -339,13 +340,13 @@ class SharedPromptCache(KVCache):
 
 
 def _weighted(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """From scores (…, T): the values weighted by their softmax, (…, D), and log Σ exp of the scores, (…, 1)."""
+    """For scores (…, T), return the values weighted by their softmax, (…, D), and log Σ exp(scores), (…, 1)."""
     weights = scores.softmax(-1)  # the largest weight is 1 / Σ exp(score − largest score)
     return weights @ values, scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
 
 
 def by_block(saved: Sequence[SavedRow], homes: Sequence[int]) -> list[tuple[list[Tensor], list[int], list[int], int]]:
-    """For each block: its tensors, the rows to copy, the homes to copy them to, and the longest row's length."""
+    """Group saved rows by block. Returns each block's tensors, rows, target homes, and longest row length."""
     members: dict[int, list[tuple[SavedRow, int]]] = {}
     for row, home in zip(saved, homes, strict=True):
         members.setdefault(id(row.block), []).append((row, home))
@@ -356,7 +357,7 @@ def by_block(saved: Sequence[SavedRow], homes: Sequence[int]) -> list[tuple[list
 
 
 def copy_rows(tensors: Sequence[Tensor], sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Copy rows onto other rows, in each tensor."""
+    """Copy the rows ``sources`` to the rows ``targets`` in each tensor."""
     if not targets:
         return
     device = tensors[0].device

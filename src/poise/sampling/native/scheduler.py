@@ -21,8 +21,8 @@ IDLE = Request(Prompt((0,)), 0)  # the placeholder for a decoded row without a s
 class Scheduler:
     """Assigns requests to rows, first come, first served, and collects their responses.
 
-    ``kept_rows`` has the rows that requests may continue, and stores the rows to keep. The package's docstring
-    describes the life of a row.
+    ``kept_rows`` holds the rows that requests may continue, and stores the rows for the next call. The package's
+    docstring describes the life of a row.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Scheduler:
         self.stop_tokens = send(stop_table(requests), self.device)
 
     def work(self) -> list[Completion]:
-        """Decode until no request waits and every row is free."""
+        """Decode until no request waits and every row is free. Returns the responses in order."""
         self.decoder.clear()
         while True:
             self._admit()
@@ -64,7 +64,7 @@ class Scheduler:
             self._free_rows()
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests. A prompt is read when its first request gets a row."""
+        """Assign free rows to waiting requests. A prompt is read when its first request gets a row."""
         free = [row for row, request in enumerate(self.rows) if request < 0]
         free += range(len(self.rows), self.cache.slots)
         admitted = [(row, self.waiting.popleft()) for row in free[: len(self.waiting)]]
@@ -82,7 +82,7 @@ class Scheduler:
         self.decoder.occupy(list(rows), [self.prompt_of[request] for request in requests])
 
     def _close_up(self) -> None:
-        """Move sequences from the last rows into free rows, if then fewer rows need decoding."""
+        """Move sequences from the last rows into free rows if this reduces the number of decoded rows."""
         size = self.decoder.decoded_rows(sum(request >= 0 for request in self.rows))
         sources = [row for row in range(size, len(self.rows)) if self.rows[row] >= 0]
         holes = [row for row in range(min(size, len(self.rows))) if self.rows[row] < 0][: len(sources)]
@@ -93,7 +93,7 @@ class Scheduler:
         self.rows = self.rows[:size] + [-1] * (size - len(self.rows))
 
     def _decode(self) -> None:
-        """Decode a few tokens in all rows, then look which rows have ended. Only this look makes the host wait."""
+        """Decode a few tokens in all rows, then check which rows have ended. The host waits only for this check."""
         n = len(self.rows)
         requests = [self.requests[i] if i >= 0 else IDLE for i in self.rows]
         counts = [self.counts[i] if i >= 0 else 0 for i in self.rows]
@@ -147,7 +147,7 @@ class Scheduler:
             self.rows[row] = -1
 
     def _keep(self, ended: list[int]) -> None:
-        """Save the keys of responses with ``keep``, except the last token's, which may not have been computed yet."""
+        """Save the keys of ended requests with ``keep=True``, except the last token's, which may not exist yet."""
         rows = [row for row in ended if self.requests[self.rows[row]].keep]
         if self.kept_rows is None or not rows:
             return

@@ -1,8 +1,8 @@
 """The native engine's session: it keeps the keys and values of dialogues between their turns.
 
-The package's docstring describes the life of a row. A session holds the rows of one call, of two calls while one runs,
-and none after the session's end. Rows that do not fit into memory are not kept; their dialogues are read again and
-counted (``reread``).
+The package's docstring describes the life of a row. Between calls, a session holds the rows of the previous call;
+during a call, it holds the rows of both calls. Rows that do not fit into memory are not kept; their dialogues are read
+again and counted (``reread``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from poise.sampling.requests import Completion, Done, Request, Session
 if TYPE_CHECKING:
     from poise.sampling.native.engine import NativeEngine
 
-KEPT_BYTES = 4 << 30  # on a CPU; fixed, because other processes must not change which rows are kept
+KEPT_BYTES = 4 << 30  # limit on a CPU; fixed, because other processes must not change which rows are kept
 KEPT_SHARE = 0.5  # on CUDA: the share of the free memory for kept rows
 RESERVED_SHARE = 0.4  # on CUDA: the share of the free memory for slots with the longest expected dialogue's length
 
@@ -53,9 +53,9 @@ class NativeSession(Session):
         return sampled
 
     def _reserve(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """The smallest cache on CUDA, (slots, tokens per slot): the last call's, or twice as long if that is too short.
+        """Return the minimum cache size on CUDA, (slots, tokens per slot). If slots are too short, the length doubles.
 
-        A cache of another size needs new CUDA graphs, and recording them takes longer than a turn.
+        A cache of another size needs new CUDA graphs, and recording graphs takes longer than a turn.
         """
         if self.engine.policy.device.type != "cuda":
             return 0, 0
@@ -86,7 +86,7 @@ class KeptRows:
         self.continued = self.reread = 0
 
     def find(self, request: Request) -> SavedRow | None:
-        """The row that a request continues; None if the whole prompt must be read."""
+        """Return the row that a request continues; None if the whole prompt must be read."""
         if request.continues is None:
             return None
         row = self.before.get(request.continues)
@@ -97,7 +97,7 @@ class KeptRows:
     def save(
         self, cache: SharedPromptCache | SlotCache, rows: Sequence[int], numbers: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        """Copy rows out of the cache, as many as fit into memory."""
+        """Copy as many of these rows as fit into memory out of the cache."""
         if not rows:
             return
         fit = int(self._room(cache.device) // (max(lengths) * self.token_bytes))

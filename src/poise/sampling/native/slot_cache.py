@@ -16,9 +16,9 @@ from poise.sampling.native.kv_cache import KVCache, SavedRow, Shape, by_block, c
 
 
 class Rotation(NamedTuple):
-    """Transforms an attention layer's queries and keys, one token per row: a norm of each head, then a rotation.
+    """Normalises each head of an attention layer's queries and keys, then rotates it; one token per row.
 
-    A part that is None is skipped.
+    A step whose tensors are None is skipped.
     """
 
     cosine: Tensor | None = None  # (n, D), from the rotary embedding
@@ -28,11 +28,11 @@ class Rotation(NamedTuple):
     epsilon: float = 0.0
 
     def query(self, x: Tensor) -> Tensor:
-        """The normed and rotated queries, (n, H, D)."""
+        """Return the normed and rotated queries, (n, H, D)."""
         return self._rotated(x, self.query_weight)
 
     def key(self, x: Tensor) -> Tensor:
-        """The normed and rotated keys, (n, G, D), as the cache stores them."""
+        """Return the normed and rotated keys, (n, G, D), as the cache stores them."""
         return self._rotated(x, self.key_weight)
 
     def _rotated(self, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -47,7 +47,7 @@ class Rotation(NamedTuple):
 
 
 class SlotCache(KVCache):
-    """Keys and values of prompt and response in one slot: (S, length, G, D) for every layer.
+    """Stores the keys and values of prompt and response in one slot: (S, length, G, D) for every layer.
 
     The package's docstring describes the life of a row and the letters in shapes.
     """
@@ -76,7 +76,7 @@ class SlotCache(KVCache):
     # Prompts and rows
 
     def assign(self, packed: Packed, prompts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> None:
-        """Give each prompt to be read a home: the first row that will use it."""
+        """Assign each new prompt a home: the first row that will use the prompt."""
         self.home.update(zip(prompts, rows, strict=True))
         self.longest_prompt = max(self.longest_prompt, *lengths)
         row, position = self._destinations(packed, rows)
@@ -93,7 +93,7 @@ class SlotCache(KVCache):
             store[layer].flatten(0, 1).index_copy_(0, self.token_index, new.transpose(0, 1))
 
     def occupy(self, rows: Sequence[int], prompts: Sequence[int]) -> Tensor:
-        """Assign rows to sequences whose prompts have been read, and copy the prompts to them.
+        """Assign rows to sequences with these prompts, which must have been read, and copy the prompts to the rows.
 
         Returns the hidden states (rows, W) from which the first tokens are drawn.
         """
@@ -104,7 +104,7 @@ class SlotCache(KVCache):
         return self.prompt_states[send(list(rows), self.device)]
 
     def free(self, rows: Sequence[int]) -> None:
-        """Free rows of ended sequences. A prompt keeps a home while any row holds it."""
+        """Free rows of ended sequences. A prompt has a home while any row holds the prompt."""
         for row in rows:
             del self.prompt_of[row]
         self.home = {prompt: row for row, prompt in self.prompt_of.items()}
@@ -119,24 +119,24 @@ class SlotCache(KVCache):
     # Keys between turns
 
     def copy_out(self, rows: Sequence[int], lengths: Sequence[int]) -> list[SavedRow]:
-        """Save the first ``lengths`` keys and values of each of these rows."""
+        """Save the first ``lengths`` keys and values of these rows."""
         index, longest = send(list(rows), self.device), max(lengths)
         block = [x[index, :longest] for x in (*self.keys, *self.values)]
         return [SavedRow(block, row, length) for row, length in enumerate(lengths)]
 
     def copy_in(self, saved: Sequence[SavedRow], prompts: Sequence[int]) -> None:
-        """Copy saved keys and values to the beginning of these prompts, which have homes."""
+        """Copy saved keys and values to the start of these prompts, which must have a home."""
         for block, sources, homes, longest in by_block(saved, [self.home[prompt] for prompt in prompts]):
             source, target = send(sources, self.device), send(homes, self.device)
             for store, copy in zip((*self.keys, *self.values), block, strict=True):
                 store[target, :longest] = copy[source, :longest]
 
     def prompt_kv(self, layer: int, home: int, length: int) -> tuple[Tensor, Tensor]:
-        """The first keys and values of a slot, (G, length, D) each."""
+        """Return the first ``length`` keys and values of a slot, (G, length, D) each."""
         return self.keys[layer][home, :length].transpose(0, 1), self.values[layer][home, :length].transpose(0, 1)
 
     def attend_text(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """Attend with each query (L, H, D) of the text just kept to its own and all earlier keys of its slot."""
+        """Attend with each query (L, H, D) of the new text to its own key and all earlier keys of its slot."""
         keys, values = self.keys[layer], self.values[layer]
         if not flash_takes(query, keys.shape[-1], values.shape[-1]):
             return super().attend_text(layer, query, scale, window)
@@ -146,7 +146,7 @@ class SlotCache(KVCache):
     # Attention
 
     def begin_step(self) -> None:
-        """Compute what all layers of a step share: the places of the new keys, and each slot's number of keys."""
+        """Compute the values that all layers of a step share: the new keys' indices and each slot's number of keys."""
         position = self.positions[: self.n]
         self.newest, self.used = self.row_index[: self.n] * self.length + position, (position + 1).to(torch.int32)
 
@@ -162,7 +162,7 @@ class SlotCache(KVCache):
     ) -> Tensor:
         """Store the new keys and values (n, G, D), and attend with the queries (n, H, D) to all keys of their slots.
 
-        Without ``rotation``, queries and keys must be normed and rotated already.
+        Without ``rotation``, queries and keys must already be normed and rotated.
         """
         n, keys, values = len(query), self.keys[layer][: self.n], self.values[layer][: self.n]
         if _device.suits_triton(query):
