@@ -393,5 +393,5 @@ def test_a_prefix_is_given_the_rest_of_the_name(monkeypatch):
 
 def test_a_file_without_a_name_is_asked_for_one(tmp_path):
     (tmp_path / "mine.py").write_text("class Mine: ...\n")
-    with pytest.raises(ValueError, match=r"say which class or function of the file, .*mine\.py:Name"):
+    with pytest.raises(ValueError, match=r"name a class or function of the file, .*mine\.py:Name"):
         user_code.load("environment", str(tmp_path / "mine.py"))

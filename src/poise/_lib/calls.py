@@ -14,15 +14,19 @@ _PARSING = RLock()
 
 
 def syntax_tree(source: str | bytes, mode: str = "exec") -> Any:
-    """``ast.parse``, in one thread at a time: Python 3.11 raises SystemError where threads parse at the same time."""
+    """``ast.parse``, in one thread at a time.
+
+    Python 3.11 raises SystemError if several threads parse at the same time.
+    """
     with _PARSING:
         return ast.parse(source, mode=mode)
 
 
 def read_call(text: str, whole: str | None = None) -> tuple[str, list[Any], dict[str, Any]]:
-    """The name, the positional values and the named values. Values are Python literals; ``true`` is read as in YAML.
+    """Parse a call into its name, its positional values and its named values.
 
-    ``whole`` is a longer text that contains ``text``, for error messages.
+    Values are Python literals, or YAML's ``true``, ``false`` and ``null``. ``whole`` is a longer text that contains
+    ``text``, for error messages.
     """
     whole = text if whole is None else whole
     match = re.fullmatch(r"\s*([\w.:/~-]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
@@ -52,9 +56,7 @@ def _literal(node: ast.expr, source: str, setting: str = "") -> Any:
         return ast.literal_eval(node)
     except (ValueError, RecursionError, MemoryError):
         source_text = short(setting + (ast.get_source_segment(source, node) or ""))
-        raise _NoLiteralError(
-            f"{source_text}: write a number, true, false, null, a list, or a text in quotes"
-        ) from None
+        raise _NoLiteralError(f"{source_text}: write a number, true, false, null, a list, or text in quotes") from None
 
 
 def split_bars(text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Bit-identical runs on one GPU model: what ``deterministic=true`` changes in the process while a run lasts.
 
 torch's deterministic algorithms cover the backward pass of attention (flash attention obeys torch's switch), sums over
-equal indices, and inductor. Decisions that otherwise depend on free memory use the run's planned memory
+repeated indices, and inductor. Decisions that otherwise depend on free memory use the run's planned memory
 (``device.free_bytes``), and a pass that runs out of memory ends the run (``models.scoring.take_less``).
 """
 
@@ -30,8 +30,8 @@ class NotRepeatableError(UserError, RuntimeError):
 def deterministic(device: torch.device, held: int | None) -> Iterator[None]:
     """Within this context, CUDA computes the same bits from the same inputs. On a CPU it does nothing.
 
-    ``held`` is the number of bytes that the run holds throughout, computed from its settings alone. With None, half of
-    the device's memory is assumed.
+    ``held`` is the number of bytes that the run holds on the device from start to end, computed from its settings
+    alone. If it is None, half of the device's memory is assumed.
     """
     if device.type != "cuda":
         yield
@@ -54,25 +54,25 @@ def deterministic(device: torch.device, held: int | None) -> Iterator[None]:
 
 
 def fix_workspace() -> None:
-    """Give cuBLAS a workspace of fixed size. It reads the environment variable when CUDA starts."""
+    """Give cuBLAS a workspace of fixed size. cuBLAS reads the environment variable when CUDA starts."""
     found = os.environ.get(WORKSPACE)
     if found in FIXED:
         return
     if found is not None:
         raise NotRepeatableError(
-            f"deterministic=true: the environment has {WORKSPACE}={found}, with which cuBLAS may compute other bits: "
+            f"deterministic=true: the environment has {WORKSPACE}={found}, which lets cuBLAS compute different bits: "
             f"unset it, or set it to {FIXED[0]}"
         )
     if torch.cuda.is_initialized():
         raise NotRepeatableError(
-            f"deterministic=true: this process has used CUDA before, without {WORKSPACE}={FIXED[0]}: set that in the "
-            "environment of a new process, before anything is on the GPU"
+            f"deterministic=true: this process has used CUDA before, without {WORKSPACE}={FIXED[0]}: set it in the "
+            "environment, and start a new process"
         )
     os.environ[WORKSPACE] = FIXED[0]
 
 
 def fix_inductor() -> None:
-    """Make torch.compile choose kernels without timing them. The variable also reaches its worker processes."""
+    """Make torch.compile choose kernels without timing them. Its worker processes read the environment variable."""
     os.environ[INDUCTOR] = "1"
     if (config := sys.modules.get("torch._inductor.config")) is not None:
         config.deterministic = True  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ def has_triton() -> bool:
 
 
 def suits_triton(values: Tensor) -> bool:
-    """Whether our Triton kernels accept this tensor. They need CUDA and do not support float64."""
+    """Whether poise's Triton kernels accept this tensor. The kernels need CUDA and do not support float64."""
     return values.is_cuda and values.dtype != torch.float64 and has_triton()
 
 
@@ -46,7 +46,7 @@ def send(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 def free_bytes(device: torch.device) -> int:
     """Free memory: what CUDA reports, plus what torch has reserved but does not use.
 
-    Inside ``planned``, a fixed share of the memory that the run does not hold, whatever is free now.
+    Inside ``planned``, the result is a fixed share of the memory that the run does not hold, whatever is free now.
     """
     if _held is not None:
         return max(0, int(PLANNED_SHARE * ((total_bytes(device) or 0) - _held)))
@@ -56,7 +56,10 @@ def free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def planned(held: int) -> Iterator[None]:
-    """Within this context, decisions depend on the bytes that a run holds by its settings, not on what is free now."""
+    """Within this context, memory decisions do not depend on the memory that is free now.
+
+    They depend on ``held``, the bytes that the run holds by its settings.
+    """
     global _held
     before, _held = _held, held
     try:
@@ -82,10 +85,10 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 def keep_freed_memory() -> bool:
-    """Let the host's heap keep freed memory for the next allocation. False if the C library does not support this.
+    """Let the host's heap keep freed memory for the next allocation.
 
-    By default glibc returns the memory to the system when an update frees its activations, and the system clears every
-    page again when the next update touches it.
+    Return False if the C library does not support this. By default glibc returns the memory to the system when an
+    update frees its activations, and the system clears every page again when the next update touches it.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -95,9 +98,9 @@ def keep_freed_memory() -> bool:
 
 
 def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``rows.cumsum(-1)`` of (n, V). It also works in torch's deterministic mode, which refuses ``cumsum`` on CUDA.
+    """``rows.cumsum(-1)`` for (n, V), also in torch's deterministic mode, which refuses ``cumsum`` on CUDA.
 
-    CUDA sums a single long row in varying order but several rows in a fixed order.
+    CUDA sums a single long row in varying order but several rows in a fixed order, so a single row is summed twice.
     """
     if not torch.are_deterministic_algorithms_enabled():
         return rows.cumsum(-1, dtype=dtype)
@@ -111,7 +114,7 @@ def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def kth_value(values: Tensor, k: int) -> Tensor:
-    """The k-th smallest of (n,) values. On CUDA, deterministic mode refuses ``kthvalue``: its index may vary."""
+    """The k-th smallest of (n,) values. On CUDA, deterministic mode refuses ``kthvalue``, whose index may vary."""
     return values.sort().values[k - 1] if values.is_cuda else values.kthvalue(k).values
 
 
@@ -121,7 +124,10 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """``out = a b`` or ``out += a b``; operands may be half precision, accumulation is in the dtype of ``out``."""
+    """``out = a b`` or ``out += a b``.
+
+    Operands may be half precision; accumulation is in the dtype of ``out``.
+    """
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(add), out=out)
     elif out.is_cuda:
@@ -132,7 +138,10 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """On exit, restore all global random number generators: a task or a reward may draw from them."""
+    """On exit, restore all global random number generators.
+
+    A task or a reward may draw from them.
+    """
     import numpy  # torch does not require it
 
     states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - user code may draw from it

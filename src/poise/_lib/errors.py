@@ -31,7 +31,7 @@ class _Short(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = 10
 
     def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002
-        """Python refuses to print integers of more than 4300 digits."""
+        """Describe a very long integer by its bits: Python refuses to print more than 4300 digits."""
         return repr(x) if abs(x) < 10**LONGEST else f"a whole number of {x.bit_length()} bits"
 
 
@@ -56,7 +56,7 @@ def counted(count: int, one: str, several: str | None = None) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """A size as people write it: 23.4 MB, 137 GB."""
+    """A size in MB or GB, such as 23.4 MB or 137 GB."""
     return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
@@ -72,7 +72,7 @@ def check_range(
     low: float = float("-inf"),
     high: float = float("inf"),
 ) -> None:
-    """Raise unless ``low <= value <= high``. Also refuses NaN, booleans and text."""
+    """Raise an error unless ``low <= value <= high``. Also refuses NaN, booleans and text."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: {name} must be a number, got {short(value)}")
     if not low <= value <= high:
@@ -80,21 +80,24 @@ def check_range(
 
 
 def check_whole(owner: str, name: str, value: int, low: int, high: float = float("inf")) -> None:
-    """Raise unless ``value`` is a whole number from ``low`` to ``high``."""
+    """Raise an error unless ``value`` is a whole number from ``low`` to ``high``."""
     check_range(owner, name, value, low, high)
     if not isinstance(value, int):
         raise TypeError(f"{owner}: {name} must be a whole number, got {short(value)}")
 
 
 def check_choice(owner: str, name: str, value: str, allowed: Iterable[str]) -> None:
-    """Raise unless ``value`` is one of ``allowed``."""
+    """Raise ValueError unless ``value`` is one of ``allowed``."""
     options = list(allowed)
     if value not in options:
         raise ValueError(f"{owner}: " + unknown(name, str(value), options))
 
 
 def check_settings(name: str, settings: Iterable[str], allowed: Iterable[str], hint: str = "") -> None:
-    """Raise if ``settings`` has a name that is not in ``allowed``. ``hint`` ends the message."""
+    """Raise TypeError if ``settings`` has a name that is not in ``allowed``.
+
+    ``hint`` is added at the end of the message.
+    """
     options = list(allowed)
     for key in settings:
         if key not in options:
@@ -131,5 +134,5 @@ def _escape(char: str) -> str:
 
 
 def complain(text: str) -> None:
-    """Print a message on standard error."""
+    """Print a message to standard error."""
     print(visible(text), file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ SEAL = "checksum"  # the key of a document's checksum
 
 
 def dumps(data: Any, indent: int | None = None) -> bytes:
-    """Strict JSON: NaN and infinities become null. ASCII only, so that lone surrogates survive."""
+    """Encode as strict JSON: NaN and infinities become null. ASCII only, so that lone surrogates survive."""
     try:
         text = json.dumps(data, allow_nan=False, indent=indent)
     except ValueError:
@@ -38,7 +38,7 @@ def _finite(data: Any) -> Any:
 
 
 def loads(text: bytes | str) -> Any:
-    """Parse JSON. Invalid text raises ValueError, even if it is nested too deeply."""
+    """Parse JSON. Raises ValueError for invalid text and for text that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -46,7 +46,10 @@ def loads(text: bytes | str) -> Any:
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` with a checksum of its contents, except ``run``: the run's folder may be moved."""
+    """Return ``data`` with a checksum of its contents.
+
+    The checksum does not cover ``run``, because the run's folder may be moved.
+    """
     contents = {key: value for key, value in data.items() if key not in (SEAL, "run")}
     return {**data, SEAL: hashlib.sha256(dumps(contents)).hexdigest()}
 
@@ -95,7 +98,10 @@ def check_output(path: Path) -> None:
 
 
 def check_own(paths: Iterable[Path]) -> None:
-    """Raise if one of a run's files or folders is a link: changing it would change files elsewhere."""
+    """Raise FileExistsError if one of a run's files or folders is a link, a pipe or a device.
+
+    A change through a link would change files elsewhere.
+    """
     for path in paths:
         if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
             raise FileExistsError(
@@ -106,9 +112,10 @@ def check_own(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to. On success it replaces ``path``; on an error ``path`` stays unchanged.
+    """Open a temporary file for writing. On success it replaces ``path``; on an error ``path`` stays unchanged.
 
-    A link stays a link, and the file that it points to is replaced. A device, a pipe or a folder is refused.
+    If ``path`` is a link, the file that it points to is replaced. Raises OSError if ``path`` is a device, a pipe or a
+    folder.
     """
     check_output(path)
     path = path.resolve() if path.is_symlink() else path
@@ -129,7 +136,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process left half-written in ``folder``, and finish its interrupted replacements."""
+    """Remove the files that a killed process left incomplete in ``folder``, and finish its interrupted replacements."""
     for path in folder.glob(TEMPORARY + "*"):
         remove(path)
     for path in folder.glob(OLD + "*"):  # killed between two renames: restore it unless the new one is in place
@@ -144,7 +151,7 @@ def remove_leftovers(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or a folder. Failures are ignored: they must not stop a run.
 
-    A folder is renamed first, so a kill leaves a leftover, not half a folder under the old name.
+    A folder is renamed first. A kill then leaves a temporary folder, not half a folder under the old name.
     """
     if path.is_dir() and not path.is_symlink():
         aside = path if path.name.startswith(TEMPORARY) else path.with_name(f"{TEMPORARY}removed-{path.name}")
@@ -178,7 +185,7 @@ def seal(folder: Path, about: Mapping[str, Any] | None = None) -> None:
 def verify(folder: Path, within: str = "") -> dict[str, Any]:
     """Check every file against the manifest, and return ``about``. Raises ValueError or OSError on any difference.
 
-    With ``within``, check only the files in that subfolder.
+    With ``within``, check only the files in this subfolder.
     """
     try:
         about = dict(read_json(folder / MANIFEST))

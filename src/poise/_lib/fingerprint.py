@@ -1,6 +1,6 @@
 """Fingerprint of the user's code: a hash of every file, function and value that it depends on, by name.
 
-Runs and comparisons record it: the same settings with edited code are another experiment.
+Runs and comparisons record the fingerprint, because the same settings with edited code are another experiment.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LIBRARIES = tuple(os.path.realpath(folder) + os.sep for folder in (*_PLACES, st
 def fingerprint(thing: Any) -> dict[str, str]:
     """A hash of each part of ``thing``, by the part's name. ``thing`` is a module, a class, a function or an object.
 
-    Code in a file counts as that file and the neighbours it imports. Code without a file, as in a notebook or the
-    running script, counts as its source and the globals it uses. Closure values, default arguments and the state of
-    objects count too. Python, poise and installed packages count by name only; if ``thing`` itself is installed, its
-    file counts.
+    For code in a file, the parts are that file and the neighbouring files that it imports. For code without a file, as
+    in a notebook or the running script, the parts are its source and the globals that it uses. Closure values, default
+    arguments and the state of objects count too. Python, poise and installed packages count by name only, but if
+    ``thing`` itself is installed, its file counts.
     """
     reader = _Reader()
     text = reader.text(thing)
@@ -54,12 +54,18 @@ def package_hash() -> str:
 
 
 def is_installed(file: Path) -> bool:
-    """Whether a file belongs to Python, poise or an installed package. A version identifies such files."""
+    """Whether a file belongs to Python, poise or an installed package.
+
+    Such a file is identified by a version, so its contents need no hash.
+    """
     return str(file.resolve()).startswith(_LIBRARIES)
 
 
 def in_place(file: Path) -> Path:
-    """Resolve links in the path's folder, but not a link to the file: a linked file imports the link's neighbours."""
+    """Resolve links in the path's folder, but not the file itself if it is a link.
+
+    A linked file imports the files beside the link.
+    """
     return file.parent.resolve() / file.name
 
 
@@ -74,7 +80,7 @@ def module_files(module: ModuleType, folders: Iterable[str] = ()) -> dict[Path, 
 
 
 def files(roots: Iterable[Path], folders: Iterable[str] = ()) -> dict[Path, bytes]:
-    """Contents of Python files and, recursively, of the files that they import from their folders or ``folders``."""
+    """The contents of Python files and, recursively, of files that they import from their folders or ``folders``."""
     waiting, contents = [in_place(root) for root in roots], dict[Path, bytes]()
     search_path = _search_path(waiting, folders)
     while waiting:
@@ -119,9 +125,9 @@ def _home(file: Path) -> Path:
 
 
 def _imports(file: Path, source: bytes, search_path: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
-    """The files that ``file`` imports from ``search_path`` or its own package: folder and path within it.
+    """The files that ``file`` imports from ``search_path`` or its own package, as pairs (folder, path in the folder).
 
-    The path names the module: it starts at the folder of the outermost package. Nothing is run.
+    The path corresponds to the module's name: it starts at the folder of the outermost package. No code is run.
     """
     try:
         nodes = list(ast.walk(syntax_tree(source)))
@@ -146,7 +152,10 @@ def _imports(file: Path, source: bytes, search_path: Iterable[Path]) -> Iterator
 
 
 def _file(module: ModuleType | None) -> Path | None:
-    """The Python file of a module; None if it has none, or if it is the running script, which has the settings too."""
+    """The module's Python file. None if the module has no file or is the running script.
+
+    The script's file also contains the settings.
+    """
     name = getattr(module, "__file__", None)
     runs = getattr(module, "__name__", None) == "__main__"
     return in_place(Path(name)) if name and name.endswith(".py") and not runs else None
@@ -157,7 +166,7 @@ def _hash(text: str | bytes) -> str:
 
 
 class _Reader:
-    """Turns values into texts that are the same in every process, and collects the parts that they depend on."""
+    """Turns values into strings that are equal in every process, and collects the parts that the values depend on."""
 
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
@@ -165,7 +174,7 @@ class _Reader:
         self._depth = 0
 
     def text(self, value: Any) -> str:
-        """A text for any value. A hash replaces a long text, because the same part may occur many times."""
+        """A string for any value. A hash replaces a long string, because the same part may occur many times."""
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             return repr(value)
         if id(value) not in self._known:
@@ -198,7 +207,7 @@ class _Reader:
         return self._object(value)
 
     def _add_files(self, module: ModuleType | None) -> bool:
-        """Add a module's files to the parts. False if it has none: then the caller hashes the source."""
+        """Add a module's files to the parts. Return False if the caller must hash the source instead."""
         if (file := _file(module)) is None:
             return module is not None and module.__name__ != "__main__"  # built-in
         assert module is not None
@@ -221,7 +230,7 @@ class _Reader:
             return name
         if not self._add_files(module):
             try:
-                if function.__name__ == "<lambda>":  # its source has the rest of the statement too
+                if function.__name__ == "<lambda>":  # its source contains the whole statement
                     raise OSError
                 source = inspect.getsource(function)
             except (OSError, TypeError):

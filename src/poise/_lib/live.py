@@ -1,7 +1,7 @@
-"""Python objects that settings name: ``python:softer`` stands for an object that was passed to ``poise.train``.
+"""Python objects in settings: ``python:softer`` is the name of an object that was passed to ``poise.train``.
 
-Settings are plain text, so such an object gets a name. This module looks the name up while the call lasts. The run
-folder keeps the name and, in ``code.json`` or ``data.json``, a fingerprint of the object.
+Settings are plain text, so such an object gets a name. This module finds the object by its name during the call. The
+run folder stores the name and, in ``code.json`` or ``data.json``, a fingerprint of the object.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from poise._lib import fingerprint as _fingerprint
 
 PREFIX = "python:"
 MODEL = "python:model"  # the name of a loaded model
-# The settings that may name an object, and the argument of poise.train that takes it.
+# The settings that may name an object, and the argument of poise.train that accepts it.
 ARGUMENTS = {
     "model": "model",
     "task.name": "task",
@@ -41,7 +41,7 @@ class Objects:
     fingerprints: dict[str, dict[str, str]] = field(default_factory=dict)  # computed once: a model takes seconds
 
     def add(self, thing: Any, name: str) -> str:
-        """Give an object a name: ``name``, with a number if another object has it."""
+        """Register an object and return its name: ``name``, with a number if another object has that name."""
         base = PREFIX + re.sub(r"\W+", "_", name).strip("_")
         names = (base if number == 1 else f"{base}_{number}" for number in range(1, len(self.by_name) + 2))
         chosen = next(each for each in names if self.by_name.get(each, thing) is thing)
@@ -67,13 +67,13 @@ def is_name(value: Any) -> bool:
 
 
 def known(name: str) -> bool:
-    """Whether an object of that name was passed."""
+    """Whether an object with this name was passed."""
     objects = _OBJECTS.get()
     return objects is not None and name in objects.by_name
 
 
 def get(name: str) -> Any:
-    """The object of that name. Raises ValueError if none was passed."""
+    """The object with this name. Raises ValueError if it was not passed."""
     if not known(name):
         raise ValueError(f"{name} stands for a Python object, which only poise.train(…) takes: pass it there")
     return _OBJECTS.get().by_name[name]  # type: ignore[union-attr]
@@ -85,7 +85,10 @@ def resolve(value: Any) -> Any:
 
 
 def fingerprint(name: str) -> dict[str, str]:
-    """The fingerprint of a named object; empty if none was passed. An object's ``__fingerprint__()`` has priority."""
+    """The fingerprint of a named object; empty if the object was not passed.
+
+    If the object has a method ``__fingerprint__``, its result is used.
+    """
     if not known(name):
         return {}
     thing, computed = get(name), _OBJECTS.get().fingerprints  # type: ignore[union-attr]
@@ -96,7 +99,7 @@ def fingerprint(name: str) -> dict[str, str]:
 
 
 def named_in(settings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The names of Python objects in a run's settings, grouped by the argument of ``poise.train`` that takes them."""
+    """The names of Python objects in a run's settings, grouped by the argument of ``poise.train`` that accepts them."""
     names = {argument: _names(_value(settings, key.split("."))) for key, argument in ARGUMENTS.items()}
     return {argument: found for argument, found in names.items() if found}
 
@@ -110,7 +113,7 @@ def missing(settings: Mapping[str, Any]) -> str | None:
 
 
 def resume_call(settings: Mapping[str, Any], run: str | Path, more: str = "") -> str:
-    """The Python call that resumes a run with these settings; ``more`` is another argument, such as ``steps=200``."""
+    """The Python call that resumes a run with these settings; ``more`` adds an argument, such as ``steps=200``."""
     wanted = [f"{argument}=…" if "." not in argument else f'**{{"{argument}": …}}' for argument in named_in(settings)]
     arguments = [f'resume="{run}"', *wanted, *([more.replace("=null", "=None")] if more else [])]
     return f"poise.train({', '.join(arguments)})"

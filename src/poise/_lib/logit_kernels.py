@@ -1,4 +1,4 @@
-"""From ``W h`` to a logit in Triton kernels; ``Head.finish`` is the same in plain torch."""
+"""Compute a logit from ``W h`` in Triton kernels; ``Head.finish`` does the same in plain torch."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def finished(x, bias, scale, softcap, inverse_temperature, BIAS: tl.constexpr, S
     if SOFTCAP:
         t = 2 * tl.sigmoid(2 * (x * scale) / softcap) - 1  # tanh
         z = t * (softcap * inverse_temperature * LOG2E)
-        z = tl.where(x > 0.9 * NEVER, z, NEVER)  # the soft-cap must not raise it
+        z = tl.where(x > 0.9 * NEVER, z, NEVER)  # the soft-cap must not raise this logit
         slope = slope * (1 - t * t)
     else:
         z = x * (slope * LOG2E)

@@ -1,8 +1,8 @@
-"""The one loader of the user's own code: settings name it as ``file.py:Name`` or ``package.module.Name``.
+"""Load the user's own code. Settings name it as ``file.py:Name`` or ``package.module.Name``.
 
 Importing a module runs it. So a name is imported only with the user's consent: the user typed it, wrote it in Python,
-or chose the recipe that names it. Anybody may have written the settings in a run folder, so they are read within
-``untrusted``, where ``load`` refuses everything but poise's own code. docs/security.md explains the rule to users.
+or chose the recipe that names it. Anybody may have written the settings in a run folder, so poise reads them inside
+``untrusted``, where ``load`` refuses all code except poise's own. docs/security.md explains the rule to users.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ def blamed(
 ) -> Iterator[None]:
     """Turn an exception in the user's own code, such as a regulator, into one that names the file and line.
 
-    ``kind`` is the setting, ``text`` its value. Exceptions of a ``passing`` type tell the user enough and pass
-    unchanged. So do all exceptions if the code is poise's own, and, with ``raised_there``, those raised outside the
-    user's files.
+    ``kind`` is the setting and ``text`` its value. An exception passes unchanged if its type is in ``passing``, if the
+    code is poise's own or, with ``raised_there``, if the traceback contains no file of the user's.
     """
     try:
         yield
@@ -71,7 +70,10 @@ def blamed(
 
 
 def place_of(error: BaseException) -> str:
-    """The end of a message: the file and line of the user's code that raised; empty if none did."""
+    """The end of a message: the last file and line of the user's code in the error's traceback.
+
+    Empty if the traceback contains none.
+    """
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     libraries = (str(Path(__file__).parents[1]), str(Path(torch).parent) if torch else "<", "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
@@ -92,9 +94,9 @@ _UNTRUSTED: ContextVar[_Untrusted | None] = ContextVar("untrusted", default=None
 
 @contextmanager
 def untrusted(source: str, typed: Iterable[Any] = ()) -> Iterator[None]:
-    """Within this context, ``load`` refuses all code but poise's own and what the user typed.
+    """Within this context, ``load`` refuses all code except poise's own and the code that the user typed.
 
-    ``source`` is where the settings come from; ``typed`` are the values that the user typed as overrides.
+    ``source`` is where the settings come from; ``typed`` has the values that the user typed as overrides.
     """
     consent = frozenset(path for value in typed for path in _paths(value))
     token = _UNTRUSTED.set(_Untrusted(source, consent))
@@ -115,7 +117,7 @@ def check_trusted(what: str, path: str | None = None) -> None:
 
 
 def asks_for_code(settings: Mapping[str, Any]) -> bool:
-    """Whether ``untrusted`` would refuse these settings: then ``--resume`` needs ``--trust``."""
+    """Whether ``untrusted`` would refuse these settings. If so, ``--resume`` needs ``--trust``."""
     return any(not live.is_name(path) for path in foreign(settings)) or bool(settings.get("remote_code"))
 
 
@@ -133,8 +135,8 @@ def foreign(settings: Mapping[str, Any]) -> list[str]:
 def code_of(settings: Mapping[str, Any]) -> Code:
     """Fingerprint of the code that a run's settings name: for each path, the hashes of its files. Imports nothing.
 
-    Code of a notebook or of the running script (``__main__:Name``) has no file: its parts are hashed. So are Python
-    objects (``python:name``); a loaded model is one of them.
+    Code in a notebook or in the running script (``__main__:Name``) has no file, so its parts are hashed. Python objects
+    (``python:name``), such as a loaded model, are hashed by their parts too.
     """
     code: Code = {}
     for path in foreign(settings):
@@ -192,11 +194,11 @@ def mark(kind: str, thing: F) -> F:
 
 
 def find(kind: str, name: str, table: Mapping[str, Any], base: type | None = None) -> Any:
-    """What ``name`` stands for: a row of the table, or else the user's own code (``load``)."""
+    """Return the entry of ``table`` with this name, or else load the user's own code (``load``)."""
     if name in table:
         return table[name]
     if not any(sign in name for sign in ".:"):
-        own = "; for one of your own write file.py:Name, or its dotted path, package.module.Name"
+        own = "; for your own code, write file.py:Name, or its dotted path, package.module.Name"
         raise ValueError(unknown(kind, name, table) + own)
     return load(kind, name, base)
 
@@ -209,16 +211,16 @@ def load(
     accepts: Callable[[Any], bool] | None = None,
     expected: str = "",
 ) -> Any:
-    """The class or function behind ``file.py:Name``, ``package.module.Name`` or ``package.module:Name``, not called.
+    """Load a class or function by ``file.py:Name``, ``package.module.Name`` or ``package.module:Name``. Do not call it.
 
     It must be a subclass or an instance of ``base``, pass ``accepts``, or be marked as a ``kind``: settings must not
-    reach arbitrary functions. ``expected`` describes this for the error message. Raises ``ValueError`` or
+    reach arbitrary functions. ``expected`` describes this requirement in the error message. Raises ``ValueError`` or
     ``TypeError``. ``python:name`` is an object that the user passed (``_lib.live``).
     """
     if live.is_name(path):
         return live.get(path)
     if path.endswith(".py"):
-        raise ValueError(f"{kind} {path!r}: say which class or function of the file, {path}:Name")
+        raise ValueError(f"{kind} {path!r}: name a class or function of the file, {path}:Name")
     module_name, _, names = _split_path(path)
     if is_foreign(path):
         check_trusted(f"{kind} {path!r}", path)
@@ -276,7 +278,7 @@ def _split_path(path: str) -> tuple[str, str, str]:
 
 
 def _module(kind: str, path: str, name: str) -> ModuleType:
-    """Import the module of that name or file."""
+    """Import a module by its name or its file."""
     file = in_place(Path(os.path.expanduser(name))) if name.endswith(".py") else None
     if file is not None and not file.is_file():
         raise ValueError(f"{kind} {path!r}: there is no file {file}")
@@ -297,28 +299,34 @@ def _module(kind: str, path: str, name: str) -> ModuleType:
         skipped = 1 if file is None else 0  # importlib's own import_module
         at = f"{frames[-1].filename}, line {frames[-1].lineno}: " if len(frames) > skipped else ""
         raise ValueError(f"{kind} {path!r}: importing {name} failed: {at}{type(error).__name__}: {error}") from error
-    if file is None and module_files(module):  # only now is it known where the module is
+    if file is None and module_files(module):  # the module's file is known only after the import
         _check_shadows(f"{kind} {path!r}: {name}", Path(str(module.__file__)))
     return module
 
 
 def _check_shadows(what: str, file: Path) -> None:
-    """Raise ValueError if Python would replace a file that ``file`` imports by another one; ``what`` names ``file``."""
+    """Raise ValueError if Python would replace a file that ``file`` imports by another file.
+
+    ``what`` is the start of the message and names ``file``.
+    """
     if pair := shadowed(file, FOLDERS):
         raise ValueError(
             f"{what} imports {pair[0]}, but Python would import {pair[1]} instead, because a process has one module "
-            "per name: rename one of the two, make them equal, or use a new process"
+            "per name: rename one of the two, make them identical, or use a new process"
         )
 
 
 def _from_name(name: str) -> ModuleType:
-    """Import a module. Reimport it if it was edited, as happens in a notebook while Python runs."""
+    """Import a module. Reimport it if its files were edited after the last import, as in a notebook."""
     module = importlib.import_module(name)
     return importlib.import_module(name) if _forget_edited(module_files(module, FOLDERS)) else module
 
 
 def _from_file(file: Path, written: str) -> ModuleType:
-    """Import a file under a name that no installed module has and that changes with the file and its imports."""
+    """Import a file as a module. Its name contains a hash of the file and its imports.
+
+    So no installed module has the same name, and an edited file is a new module.
+    """
     contents = files([file], FOLDERS)
     name = f"{file.stem}_{hashlib.sha256(repr((file, contents)).encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -339,7 +347,7 @@ def _from_file(file: Path, written: str) -> ModuleType:
 
 
 def _forget_edited(contents: Mapping[Path, bytes]) -> bool:
-    """If any of these files was edited since its import, unload all their modules, so that Python reimports them."""
+    """If one of these files was edited since its import, unload all their modules, so that Python reimports them."""
     changed = [file for file, text in contents.items() if _LOADED.get(file, text) != text]
     _LOADED.update(contents)
     if changed:
@@ -350,7 +358,7 @@ def _forget_edited(contents: Mapping[Path, bytes]) -> bool:
 
 
 def _forget_moved() -> None:
-    """Unload modules whose files are gone: after a folder is renamed, another file may have the module's name."""
+    """Unload modules whose files are gone. After a folder is renamed, another file may have the module's name."""
     if gone := {file for file in [*_LOADED] if not file.is_file()}:
         _drop(gone)
         for file in gone:
@@ -367,7 +375,7 @@ def _drop(files: Container[Path]) -> None:
 
 
 def _defined_in(place: Any) -> Iterator[tuple[str, Any]]:
-    """The callables that a module or a class defines itself, without those that it imports."""
+    """The callables that a module or a class defines, without those that it imports from elsewhere."""
     home = place.__name__ if isinstance(place, ModuleType) else getattr(place, "__module__", "")
     for name, thing in getattr(place, "__dict__", {}).items():
         if callable(thing) and not name.startswith("_") and str(getattr(thing, "__module__", "")).startswith(home):

@@ -219,8 +219,8 @@ class Policy:
         if self.length_limit is not None and tokens > self.length_limit:
             raise ModelError(
                 f"a prompt and its response may have {tokens} tokens together, but the rotary embedding of "
-                f"{type(self.base).__name__} was fixed at load for {self.length_limit} tokens: lower rollout.max_tokens, "
-                f"or load the model with longest={tokens}"
+                f"{type(self.base).__name__} was fixed at load for {self.length_limit} tokens: lower "
+                f"rollout.max_tokens, or load the model with longest={tokens}"
             )
 
     def padded_hidden(self, batch: TokenBatch, states_N: Tensor | None = None) -> Tensor:
