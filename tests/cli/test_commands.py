@@ -176,7 +176,7 @@ def write(name, text):
 MISTAKES = {  # what was done to a run, and what --resume says
     "config.json cannot be read as JSON: put the file back": write("config.json", '{"seed": '),
     "config.json cannot be read as JSON": write("config.json", "[" * 100_000),
-    "config.json holds no settings": write("config.json", "[1]"),
+    "config.json does not contain settings": write("config.json", "[1]"),
     "unknown key 'sed'": lambda run: edit(run, {"sed": 1}),
     "seed = 'x'": lambda run: edit(run, {"seed": "x"}),
     "a run with seed 0; this one has seed 5": lambda run: edit(run, {"seed": 5}),
@@ -248,7 +248,7 @@ def test_a_second_run_of_a_recipe_gets_the_next_free_folder(tmp_path, monkeypatc
     first.mkdir(parents=True)
     (first / "config.json").write_text("{}")
     done = poise("train", "demo", *SMALL, "steps=1", "evaluation=off")
-    assert "runs/demo has a run already, so this one goes to runs/demo-2" in done.stderr
+    assert "runs/demo already has a run, so this one goes to runs/demo-2" in done.stderr
     assert (tmp_path / "runs/demo-2/summary.json").exists()
     assert [path.name for path in first.iterdir()] == ["config.json"]
 
@@ -369,7 +369,7 @@ def test_folders_and_files_that_are_something_else(trained, tmp_path, monkeypatc
     (tmp_path / "cmp").mkdir()
     (tmp_path / "cmp" / "plan.json").touch()
     for args, message in (
-        (["train", "--resume", tmp_path / "cmp"], "is the folder of a comparison, which the command that began it"),
+        (["train", "--resume", tmp_path / "cmp"], "is the folder of a comparison; to continue the comparison, run"),
         (["compare", tmp_path / "cmp"], "this folder belongs to a comparison; to continue it, run its command again"),
         (["eval", "."], ".: this folder has no config.json, so it is not a transformers model; runs there: trained"),
         (["eval", "trained/checkpoints"], "this folder has no config.json"),

@@ -130,7 +130,7 @@ def test_diagnose_says_what_it_found_and_leaves_the_model_alone(tmp_path, monkey
     assert again.exit_code == 1
     assert "is not empty" in again.output + again.stderr
     again = call("diagnose", "embedded", "--regulator", "grpo", "--batches", 1, *SMALL, "prompts=2")
-    assert "runs/diagnose-embedded has a diagnosis already, so this one goes to" in again.output + again.stderr
+    assert "runs/diagnose-embedded already has a diagnosis, so this one goes to" in again.output + again.stderr
     assert (RunFolder.open("runs/diagnose-embedded-2", resume=False).path / "report.html").exists()
 
 

@@ -59,7 +59,7 @@ def test_what_a_link_leads_to_is_not_emptied(tmp_path):
 def test_a_users_own_file_of_that_name_stays(tmp_path):
     (tmp_path / OWNER).write_text('{"name": "me"}')
     with (
-        pytest.raises(OSError, match=r"owner.json is not a file of poise.*another run=DIR"),
+        pytest.raises(OSError, match=r"owner.json is not a lock file of poise.*another run=DIR"),
         owned(tmp_path, make=True),
     ):
         pass

@@ -211,7 +211,7 @@ def test_denied_is_not_called_a_full_disk(run):
     def filling(_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    with pytest.raises(CheckpointError, match=r"Permission denied; there is no earlier one\. put that right, then"):
+    with pytest.raises(CheckpointError, match=r"Permission denied; there is no earlier one\. fix the cause, then"):
         save(run, 10, filling)
 
 

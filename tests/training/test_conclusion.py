@@ -136,7 +136,7 @@ def test_a_change_has_the_interval_of_paired_problems():
 def test_before_and_after_on_other_problems_are_told():
     found = summary(DEMO)
     sides = [found[when] | {"problems": name} for when, name in (("before", "a"), ("after", "b"))]
-    assert "not of the same problems" in learned(found | {"before": sides[0], "after": sides[1]})[-1]
+    assert "measured on different problems" in learned(found | {"before": sides[0], "after": sides[1]})[-1]
     assert learned(found | {"after": sides[1]}) == learned(found)  # an older version did not say
 
 

@@ -55,9 +55,7 @@ def test_what_cannot_change_the_result_may_change_and_the_checkpoint_is_still_th
 def test_notes_name_what_changed(copy, capsys):
     open_to_resume(settings(copy, optim={"micro_tokens": 300}, tracking=["wandb"]))
     said = capsys.readouterr().err
-    assert "optim.micro_tokens was None and is 300 now: the rest of the run rounds differently" in " ".join(
-        said.split()
-    )
+    assert "optim.micro_tokens was None and is 300 now: the remaining steps round differently" in " ".join(said.split())
     assert "tracking" not in said
 
 

@@ -22,15 +22,15 @@ from poise._lib.files import MANIFEST, OLD, TEMPORARY, dumps, loads, remove, rem
 from poise.runs.folder import CheckpointError, RunFolder, step_of
 
 T = TypeVar("T")
-_ROUNDING = "the rest of the run rounds differently"
+_ROUNDING = "the remaining steps round differently"
 # The settings that a resumed run may change, each with the message about its effect. All others are fixed.
 CHANGEABLE = {
     **dict.fromkeys(("run", "steps", "budget", "tracking", "checkpoint_every", "keep_checkpoints"), ""),
     **dict.fromkeys(("rollouts_every", "rollout.vllm_memory"), ""),
     **dict.fromkeys(("optim.micro_tokens", "rollout.batch", "device", "compile"), _ROUNDING),
-    "task.reward_timeout": "slow rewards are cut off at another time",
-    "rollout.max_prompt": "longer problems, left out before, are trained on and measured from now on",
-    "stop_at": "with stop_at, evaluations during training have problems of their own",
+    "task.reward_timeout": "slow rewards now have a different time limit",
+    "rollout.max_prompt": "longer problems, dropped before, are now used in training and evaluation",
+    "stop_at": "with stop_at, evaluations during training use separate problems",
 }
 
 
@@ -58,7 +58,7 @@ class CheckpointFiles:
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """An empty folder to fill. On success it becomes the checkpoint of ``step``, and the oldest are removed.
+        """Yield an empty folder to fill. On success, it becomes the checkpoint of ``step``, and old ones are removed.
 
         A kill at any moment leaves either the old checkpoints or the new ones.
         """
@@ -86,10 +86,10 @@ class CheckpointFiles:
             remove(run.checkpoint(other))
 
     def load(self, read: Callable[[Path], T], *, say: Callable[[str], None] = complain) -> tuple[int, T] | None:
-        """The step of the newest intact checkpoint, and the result of ``read``; None if there is no checkpoint yet.
+        """Return the step of the newest intact checkpoint and the result of ``read``; None if there is no checkpoint.
 
-        If a checkpoint is unreadable, ``say`` gets a message and the one before it is tried. If an intact checkpoint
-        does not fit into memory, this raises CheckpointError instead.
+        If a checkpoint is unreadable, ``say`` gets a message and the previous checkpoint is tried. If an intact
+        checkpoint does not fit into memory, raise CheckpointError instead.
         """
         failures: list[str] = []
         others: list[OtherSettingsError] = []
@@ -148,12 +148,12 @@ class CheckpointFiles:
             intact = f"the checkpoint of step {earlier} is intact"
             break
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
-        remedy = f"{'free some space' if full else 'put that right'}, then {self.run.resume_command}"
+        remedy = f"{'free some space' if full else 'fix the cause'}, then {self.run.resume_command}"
         return f"checkpoint of step {step} could not be written: {error}; {intact}. {remedy}"
 
 
 def verify_model(folder: Path) -> None:
-    """Raise CheckpointError if ``folder`` is the model of a checkpoint and differs from the saved files.
+    """Raise CheckpointError if ``folder`` is the model of a checkpoint and its files changed since they were saved.
 
     Other models have no manifest, so they are not checked.
     """
@@ -173,7 +173,7 @@ def verify_model(folder: Path) -> None:
 
 
 def dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings with dotted keys: a key within a group becomes ``optim.lr``."""
+    """Yield settings with dotted keys: the key ``lr`` in the group ``optim`` becomes ``optim.lr``."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from dotted(value, f"{prefix}{key}.")

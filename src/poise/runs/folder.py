@@ -94,7 +94,7 @@ class RunFolder:
             if run.path.is_dir():
                 why = "has no config.json (poise runs DIR lists the runs below a folder)"
             if is_comparison(run.path):
-                why = "is the folder of a comparison, which the command that began it continues"
+                why = "is the folder of a comparison; to continue the comparison, run its command again"
             way = "; begin one without --resume" if resume else ""
             raise FileNotFoundError(f"there is no run in {run.path}: it {why}{way}")
         if resume and (run.path / "diagnose.json").exists():
@@ -118,13 +118,13 @@ class RunFolder:
         """The run's settings."""
         config = self.read_json("config.json")
         if not isinstance(config, dict):
-            raise DamagedError(f"{self._config} holds no settings, which are a JSON object: {COPY}")
+            raise DamagedError(f"{self._config} does not contain settings as a JSON object: {COPY}")
         return config
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the run's settings.
 
-        Infinities are written as Python's JSON reads them, because a resumed run needs them.
+        Infinities are written in Python's JSON syntax (``Infinity``), so that a resumed run can read them.
         """
         with replacing(self._config) as file:
             file.write(json.dumps(dict(config), indent=2).encode("ascii") + b"\n")
@@ -135,7 +135,7 @@ class RunFolder:
             file.write(dumps(data, indent=2))
 
     def read_json(self, name: str) -> Any:
-        """The data that ``write_json`` wrote; None if the file does not exist."""
+        """Read the data that ``write_json`` wrote; None if the file does not exist."""
         path = self.path / name
         try:
             return read_json(path) if path.exists() else None
@@ -152,7 +152,7 @@ class RunFolder:
         raise DamagedError(f"{self.path}/code.json does not hold hashes of code as poise writes them: {COPY}")
 
     def began(self) -> datetime:
-        """The time when the run began, from ``environment.json``; the present time if it has not begun."""
+        """The time when the run began, from ``environment.json``; the current time if it has not begun."""
         try:
             return datetime.fromisoformat(self.read_json("environment.json")["began"])
         except (TypeError, KeyError, ValueError):
@@ -183,7 +183,7 @@ class RunFolder:
         return path
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """The responses that ``save_rollouts`` wrote for a step."""
+        """Read the responses that ``save_rollouts`` wrote for a step."""
         with gzip.open(self.rollouts_path(step)) as file:
             text = file.read(LARGEST_ROLLOUTS + 1)
         if len(text) > LARGEST_ROLLOUTS:
@@ -210,7 +210,7 @@ class RunFolder:
         return self._tokens / f"{_name(step)}.safetensors"
 
     def tokens(self, step: int) -> tuple[dict[str, Tensor], dict[int, str]] | None:
-        """The arrays and texts that ``save_tokens`` wrote for a step; None if there are none."""
+        """Read the arrays and texts that ``save_tokens`` wrote for a step; None if the file does not exist."""
         path = self.tokens_path(step)
         if not path.exists():
             return None
@@ -328,7 +328,7 @@ class MetricsFile:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint, from the name of its folder; 0 if the folder is no checkpoint."""
+    """The step of a checkpoint, from the name of its folder; 0 if the folder is not a checkpoint."""
     match = re.fullmatch(_STEP, checkpoint.name)
     return int(match[1]) if match else 0
 

@@ -47,12 +47,12 @@ class Listed:
 
 
 def find_runs(folder: Path) -> list[Listed]:
-    """The runs in a folder and below it, newest first by the time of the last write."""
+    """Find the runs in a folder and its subfolders, newest first by the time of the last write."""
     return sorted((read(path) for path in _runs(folder, DEEPEST)), key=lambda run: -run.changed)
 
 
 def read(folder: Path) -> Listed:
-    """The entry of the run in a folder. Damaged files give the state "damaged", not an error."""
+    """Return the list entry of the run in a folder. If files are damaged, the state is "damaged"; nothing is raised."""
     settings, summary = _settings(folder), _read(folder, "summary.json")
     task, diverged = settings.get("task"), _read(folder, "diverged.json")
     steps, planned = _last_step(folder), settings.get("steps")

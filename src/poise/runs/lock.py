@@ -1,7 +1,7 @@
-"""Allows one process per run folder, by a lock file that names its holder. The system frees a dead holder's lock.
+"""Allows one process per run folder, with a lock file that names the process. The system frees a dead process's lock.
 
-``check_free`` checks that a new run may begin in a folder, ``free_folder`` finds a free folder. This file imports no
-torch, so both are quick.
+``check_free`` checks that a new run may begin in a folder; ``free_folder`` finds a free folder. This file does not
+import torch, so both are quick.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BusyError(OSError):
 def owned(folder: Path, *, make: bool) -> Iterator[None]:
     """Lock a run folder within this context; ``make`` creates it if it is missing.
 
-    A path that is missing or is no folder is not locked, because the code that opens it reports the error.
+    A path that is missing or is not a folder is not locked; the code that opens the path reports the error.
     """
     new = make and not folder.exists()
     if new:
@@ -101,7 +101,7 @@ def _acquire(path: Path) -> int | None:
 
 
 def _open(path: Path) -> int:
-    """A handle on a regular file. A link is refused, because locking would empty its target."""
+    """Open the lock file and return its handle. Links are refused, because locking would empty the link's target."""
     if path.is_symlink():
         raise FileExistsError(f"{path} is a link, and poise writes a file there: remove it first")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -112,7 +112,7 @@ def _open(path: Path) -> int:
     if not _START.startswith(begins):
         os.close(handle)
         raise FileExistsError(
-            f"{path} is not a file of poise, which writes one there: move it, or choose another run=DIR"
+            f"{path} is not a lock file of poise, which writes one there: move it, or choose another run=DIR"
         )
     return handle
 
@@ -139,7 +139,7 @@ def check_free(path: Path, remedy: str = "") -> None:
 
 
 def free_folder(run: str, say: Callable[[str], None], what: str = "run") -> str:
-    """``run``, or the next free folder (``runs/mine-2``) if it already has a run (a notebook cell ran twice)."""
+    """Return ``run``, or the next free folder (``runs/mine-2``) if ``run`` has a run (a notebook cell ran twice)."""
     folder = expand(run)
     if not (folder / "config.json").exists():
         return run
@@ -148,12 +148,12 @@ def free_folder(run: str, say: Callable[[str], None], what: str = "run") -> str:
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     free = next(str(other) for other in numbered if not other.exists() and not other.is_symlink())
     remedy = " (to continue the first, resume it)" if what == "run" else ""
-    say(f"{folder} has a {what} already, so this one goes to {free}{remedy}")
+    say(f"{folder} already has a {what}, so this one goes to {free}{remedy}")
     return free
 
 
 def resume_command(path: Path, more: str = "") -> str:
-    """The command that resumes the run in a folder; a Python call if the run has objects. ``more`` is a setting."""
+    """The command that resumes the run in a folder; a Python call if the run has objects. ``more`` is appended."""
     settings = None
     with suppress(ValueError, OSError):
         settings = read_json(path / "config.json")

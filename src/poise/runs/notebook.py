@@ -1,7 +1,7 @@
 """Shows a run's progress in a notebook: a live bar and a live curve below the cell.
 
-They are plain HTML and PNG, updated in place (``display_id``), so that Jupyter, VS Code and Colab show them without
-widgets. Text that the run prints appears below them.
+Bar and curve are plain HTML and PNG, updated in place (``display_id``), so that Jupyter, VS Code and Colab show them
+without widgets. Text that the run prints appears below the curve.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Notebook:
         self._show(path.read_bytes())
 
     def close(self) -> None:
-        """Draw the steps that the curve still lacks."""
+        """Draw the curve again if it lacks the latest steps."""
         if self._drawn < len(self._lines):
             self._draw()
 

@@ -21,7 +21,7 @@ Points = list[tuple[float, float]]
 
 
 def curve(path_png: str | Path, metrics: Metrics, title: str, x: str = "step") -> None:
-    """Write a picture of a run's curves."""
+    """Draw a run's curves and write them to a PNG file."""
     with replacing(Path(path_png)) as file:
         draw(metrics, title, x).savefig(file, format="png", dpi=150)
 
@@ -74,7 +74,7 @@ def _training(axes: Any, points: Points, label: str) -> None:
 
 
 def smooth(points: Points) -> Points:
-    """The centred moving average over about a twentieth of the curve, with shorter windows at the ends."""
+    """Return the centred moving average over about 1/20 of the curve, with shorter windows at the ends."""
     half = len(points) // 40 + (len(points) >= 10)
     values = [y for _, y in points]
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(points))]

@@ -47,7 +47,7 @@ def check_trackers(names: Sequence[str]) -> None:
 def tracking(
     names: Sequence[str], folder: Path, config: dict[str, Any], *, start_step: int = 0
 ) -> Iterator[list[Tracker]]:
-    """Open the named trackers for the run in ``folder``; close them at the end. A repeated name is opened once.
+    """Open the named trackers for the run in ``folder``; close them at the end. A repeated name opens one tracker.
 
     ``start_step`` is the step after which a resumed run continues. W&B and trackio continue their existing run.
     """
@@ -83,11 +83,11 @@ def _open(name: str, package: Any, folder: Path, config: dict[str, Any], start_s
         )
     except Exception as error:  # each package raises its own errors
         why = f"{type(error).__name__}: {str(error).strip() or 'no reason given'}"
-        raise TrackerError(f"tracker {name!r} cannot be started ({why}); fix it, or leave tracking= out") from error
+        raise TrackerError(f"tracker {name!r} cannot be started ({why}); fix it, or remove tracking=") from error
 
 
 def _import(name: str) -> Any:
-    """The package of a tracker."""
+    """Import the package of a tracker."""
     module, needed = TRACKERS[name]
     try:
         package = import_module(module)

@@ -41,11 +41,11 @@ SHOWN = (  # metric, format
     ("rollout/entropy", "entropy {:.2f}"),
     ("time/tokens_per_s", "{:,.0f} tok/s"),
 )
-WINDOW = 20  # the number of last steps that predict the remaining time
+WINDOW = 20  # predict the remaining time from this many recent steps
 
 
 class _Lasting:
-    """A stream that never raises an error. If its reader has gone (``poise train | head -1``), the run continues."""
+    """A stream whose writes never raise an error: the run continues if the reader exits (``poise train | head -1``)."""
 
     def __init__(self, file: TextIO | None) -> None:
         self._file = io.StringIO() if file is None else file  # None: the stream was closed before poise started
@@ -131,7 +131,7 @@ class Console:
         self._live.start()
 
     def on_start(self, state: State) -> None:
-        """Start to predict the remaining time. The first evaluation is over."""
+        """Start to predict the remaining time, after the first evaluation."""
         if setting := state.ending(self.total_steps, self.budget):
             self.note(f"already at step {state.step}: nothing to train; to continue, raise {setting}=")
         self.begin(state.step, state.tokens)
@@ -151,7 +151,7 @@ class Console:
             self.note(f"{spent if ending == 'budget' else early}: {tokens} tokens were sampled in {step} steps")
 
     def begin(self, step: int, tokens: int = 0) -> None:
-        """Predict the remaining time from ``step`` on. Earlier time, such as an evaluation's, does not count."""
+        """Start measuring time at ``step``, to predict the remaining time. Earlier evaluations do not count."""
         self._times.clear()
         self._times.append((step, tokens, time.monotonic()))
 
@@ -180,7 +180,7 @@ class Console:
         self.note(f"stopped; continue with: {resume_command}")
 
     def picture(self, path: Path) -> None:
-        """Show a picture of the run's curve, in a notebook."""
+        """In a notebook, show a picture of the run's curve."""
         if self._notebook:
             self._notebook.picture(path)
 
@@ -224,7 +224,7 @@ class Console:
         self.close()
 
     def _done(self, step: int, tokens: int) -> str:
-        """The run's progress as text."""
+        """Format the run's progress."""
         steps = f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
         return steps if self.budget is None else f"{steps}  {tokens:,}/{self.budget:,} tokens"
 
@@ -233,7 +233,7 @@ class Console:
         return min(1.0, max(step / self.total_steps, tokens / self.budget if self.budget else 0.0))
 
     def _left(self, step: int, tokens: int) -> str:
-        """The remaining time until the last step or the end of the budget, predicted from the last steps."""
+        """Predict the time until the last step or the end of the budget, from the recent steps."""
         if step > self._times[-1][0]:
             self._times.append((step, tokens, time.monotonic()))
         (first, before, then), (last, until, now) = self._times[0], self._times[-1]
@@ -245,7 +245,7 @@ class Console:
         return f"{duration(seconds)} left"
 
     def _clean(self, text: str) -> str:
-        """Escape characters that the stream cannot encode, because they must not end a run."""
+        """Escape characters that the stream cannot encode, so that printing them does not end the run."""
         encoding = getattr(self._file, "encoding", None) or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -271,7 +271,7 @@ def shorten(text: str, characters: int, lines: int = 16) -> str:
 
 
 def across_rewards(samples: Sequence[Response], k: int) -> list[Response]:
-    """``k`` samples whose rewards are spread evenly from the lowest to the highest."""
+    """Choose ``k`` samples whose rewards are spread evenly from the lowest to the highest."""
     ranked = sorted((sample for sample in samples if isfinite(sample[2])), key=lambda sample: sample[2])
     if len(ranked) <= k or k < 1:
         return ranked[: max(k, 0)]
@@ -286,7 +286,7 @@ def across_rewards(samples: Sequence[Response], k: int) -> list[Response]:
 
 
 def duration(seconds: float) -> str:
-    """``2:10``; from an hour on, ``1:02:10``."""
+    """Format seconds as ``2:10``; from one hour, as ``1:02:10``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -299,7 +299,7 @@ def _cell(value: object) -> str:
 
 
 def dialogue(sample: Trajectory) -> str:
-    """The replies and, between them, the environment's messages, with a bar before each of their lines."""
+    """Join the replies and the environment's messages in order, with a bar before each line of the environment's."""
     parts = [
         message["content"]
         if message["role"] == "assistant"
@@ -310,7 +310,7 @@ def dialogue(sample: Trajectory) -> str:
 
 
 def shown(sample: Trajectory, read: Callable[[Prompt], str] | None) -> Response:
-    """The data of a sample that the console shows. With ``read``, the prompt is the exact text."""
+    """Return what the console shows of a sample. With ``read``, the prompt is the exact text that the model read."""
     return (
         read(sample.prompt) if read else sample.problem.prompt,
         dialogue(sample),

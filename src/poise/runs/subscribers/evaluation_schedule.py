@@ -28,8 +28,8 @@ STOP_SEED = 20_000  # added to the seed of evaluations during training if ``stop
 class EvaluationSchedule:
     """Evaluates the policy on held-out problems, as the run's settings say.
 
-    ``before`` is the content of ``before.json``; pass it if another run has measured it. ``after`` is the evaluation at
-    the end.
+    ``before`` is the content of ``before.json``; pass it if another run has already measured the accuracy before
+    training. ``after`` is the evaluation at the end.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class EvaluationSchedule:
         self._state = State()  # the state after the newest step
 
     def on_start(self, state: State) -> bool:
-        """Evaluate before training, or repeat an interrupted evaluation. False if the goal is already reached."""
+        """Evaluate before training, or repeat an interrupted evaluation. Return False if the goal is reached."""
         self._state = state
         self.before = self._before(state.step)
         at_the_end = state.ending(self.config.steps, self.config.budget) is not None
         return at_the_end or not self.catch_up(state.step)
 
     def on_step(self, result: StepResult) -> bool:
-        """Evaluate if this is due and the step is not the last. False if the goal is reached."""
+        """Evaluate if an evaluation is due and the step is not the last. Return False if the goal is reached."""
         self._state = result.state
         if self.due(result.state.step) and not result.ending:
             measured = self.during()
@@ -83,9 +83,9 @@ class EvaluationSchedule:
             return held_out(sampler, self.config, self._progress, problems, seed)
 
     def during(self) -> dict[str, float]:
-        """The metrics of an evaluation during training.
+        """Evaluate during training and return the metrics.
 
-        With ``stop_at`` it uses other problems and random numbers than the evaluations before and after training. The
+        With ``stop_at``, use different problems and random numbers than the evaluations before and after training: the
         accuracy that ends a run is partly high by chance, so it must not be the reported accuracy.
         """
         return self.measure(self.config.evaluation.seed + (STOP_SEED if self.config.stop_at else 0)).metrics()
@@ -95,7 +95,7 @@ class EvaluationSchedule:
         self.stopper.check()  # Python ignores an error that a signal handler raises in a destructor
 
     def _before(self, step: int) -> dict[str, Any]:
-        """The accuracy before training. It is measured once; a resumed run reads it from ``before.json``."""
+        """Measure the accuracy before training, or read it from ``before.json`` in a resumed run."""
         before = read_before(self.folder, step)
         if before is None:
             before = self.before
@@ -111,10 +111,10 @@ class EvaluationSchedule:
         return every > 0 and step % every == 0
 
     def catch_up(self, step: int) -> bool:
-        """Do the evaluation after ``step`` if it was interrupted. True if the goal is reached.
+        """Run the evaluation after ``step`` if it was interrupted. Return True if the goal is reached.
 
-        If the run had ended at that step and now continues, its final evaluation serves as the evaluation after that
-        step, except with ``stop_at``, which uses other problems.
+        If the run had ended at this step and now continues, its final evaluation counts as the evaluation after this
+        step. With ``stop_at`` it does not, because evaluations during training then use different problems.
         """
         line = next((line for line in self.folder.metrics() if line["step"] == step), None)
         summary = self.folder.read_json("summary.json")
@@ -140,6 +140,6 @@ class EvaluationSchedule:
         if goal is None or accuracy is None or accuracy < goal:
             return False
         self.console.note(
-            f"accuracy {accuracy:.3f} on other held-out problems has reached stop_at={goal}: stopping, to measure anew"
+            f"accuracy {accuracy:.3f} on other held-out problems has reached stop_at={goal}: stopping to evaluate again"
         )
         return True

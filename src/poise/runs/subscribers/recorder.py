@@ -26,7 +26,7 @@ STARTS = ("package", "python", "torch", "transformers", "device", "threads")  # 
 class Recorder:
     """Writes the metrics of each step, and every ``every`` steps the responses and tokens.
 
-    ``sizes`` has the numbers of parameters. ``note`` shows differences from the run's previous start.
+    ``sizes`` has the parameter counts. ``note`` shows differences from the run's previous start.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Recorder:
             self.note(line)
 
     def on_step(self, result: StepResult) -> None:
-        """Write responses and tokens if they are due; then add the times to the metrics and log them."""
+        """Write responses and tokens if they are due; then add the times to the metrics, and log the metrics."""
         step, batch = result.state.step, result.batch
         with result.clock("record"):
             if batch is not None and self.every and (step == 1 or step % self.every == 0):
@@ -62,9 +62,9 @@ class Recorder:
 def response_records(
     step: int, samples: Sequence[Trajectory], task: Task, read: Callable[[Prompt], str]
 ) -> list[dict[str, Any]]:
-    """Every response of a step: the problem, the text, and the verifier's score.
+    """Return one record per response of a step: the problem, the text, and the verifier's score.
 
-    ``gold`` is the right answer, ``answer`` the answer that the verifier read. Unknown fields are left out. ``read``
+    ``gold`` is the right answer; ``answer`` is the answer that the verifier read. Unknown fields are omitted. ``read``
     returns the exact text of a prompt.
     """
     records = []
@@ -106,7 +106,7 @@ def environment_turns(sample: Trajectory) -> list[tuple[int, str]]:
 
 
 def token_arrays(batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor]:
-    """Arrays over the tokens of all responses, end to end. Response i has ``start[i]:start[i + 1]`` of the others.
+    """Concatenate the tokens of all responses into arrays. Response i is ``start[i]:start[i + 1]`` of the other arrays.
 
     ``weight/NAME`` is the policy weight in phase NAME. A regulator's per-token values keep their own names.
     """
@@ -129,7 +129,7 @@ def token_arrays(batch: TokenBatch, phases: Sequence[Phase]) -> dict[str, Tensor
 def on_all_rows(phase: Phase, rows: Rows, batch: TokenBatch) -> Phase:
     """Extend a phase of some rows to the whole batch. Other rows get weight 0 and no per-token values.
 
-    A slice means all rows.
+    If ``rows`` is a slice, the phase already covers all rows.
     """
     if isinstance(rows, slice):
         return phase
@@ -144,7 +144,7 @@ def on_all_rows(phase: Phase, rows: Rows, batch: TokenBatch) -> Phase:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The versions and the hardware on which a run's results depend. ``package`` is a hash of poise's code."""
+    """The versions and hardware that affect a run's results. ``package`` is a hash of poise's code."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "poise": __version__,

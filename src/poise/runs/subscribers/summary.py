@@ -25,7 +25,7 @@ ROSE, FELL, UNCLEAR = "rose", "fell", "no clear change"
 
 
 class Summary:
-    """Writes ``summary.json``, and with evaluations ``problems.json``, at the end of a run."""
+    """Writes ``summary.json`` at the end of a run, and ``problems.json`` if the run has evaluations."""
 
     def __init__(self, folder: RunFolder, evaluations: EvaluationSchedule) -> None:
         self.folder, self.evaluations = folder, evaluations
@@ -103,9 +103,9 @@ def finished(config: Config, folder: RunFolder, *, quiet: bool = False) -> dict[
 
 
 def read_before(folder: RunFolder, step: int) -> dict[str, Any] | None:
-    """The accuracy before training, from ``before.json``; None if it has not been measured yet.
+    """Read the accuracy before training from ``before.json``; None if it has not been measured yet.
 
-    After the first step it can no longer be measured, so a missing file is an error.
+    After the first step, the accuracy before training can no longer be measured, so a missing file is an error.
     """
     before: dict[str, Any] | None = folder.read_json("before.json")
     if before is None and step:
@@ -122,14 +122,14 @@ def read_before(folder: RunFolder, step: int) -> dict[str, Any] | None:
 
 
 def shown_before(before: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The part of ``before.json`` that ``summary.json`` repeats."""
+    """The contents of ``before.json`` without the results by problem and the seal, for ``summary.json``."""
     return before and {key: value for key, value in before.items() if key not in ("by_problem", SEAL)}
 
 
 def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: Any) -> list[dict[str, Any]]:
-    """The metrics of a run, with the evaluations before and after training as separate records.
+    """Add the evaluations before and after training to a run's metrics, as separate records.
 
-    ``before`` and ``after`` come from files; values that are no evaluation are left out.
+    ``before`` and ``after`` come from files; a value that is not an evaluation is ignored.
     """
 
     def record(step: int, end: Any) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: An
 
 
 def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
-    """Each measure before and after training, with its 95 % interval.
+    """Return one row per measure, before and after training, with 95 % intervals.
 
     The last rows are the shares of samples that were cut off or unreadable.
     """
@@ -171,14 +171,14 @@ def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
 
 
 def cell(row: dict[str, float]) -> str:
-    """A measure with its interval."""
+    """Format a measure with its interval."""
     return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
 
 def conclusion(
     config: Config, folder: RunFolder, summary: dict[str, Any], warnings: Sequence[RunWarning] = ()
 ) -> list[str]:
-    """The lines below the table of results."""
+    """Return the lines below the table of results."""
     changes, lines = _changes(summary), learned(summary)
     if warnings:
         names = ", ".join(f"{each.name} (step {each.step})" for each in warnings)
@@ -204,14 +204,14 @@ def conclusion(
 
 
 def learned(summary: dict[str, Any]) -> list[str]:
-    """Lines: which measures rose, fell or did not clearly change; how far cut-off or unreadable answers explain it."""
+    """Report which measures rose, fell or did not clearly change, and the effect of cut-off or unreadable answers."""
     if _nothing_right(summary):
         return ["no held-out answer was right, before training or after it"]
     changes = _changes(summary)
     lines = [f"{way}: {', '.join(measures)}" for way, measures in changes.items() if measures]
     ends = [summary[when].get("problems") for when in ("before", "after") if is_summary(summary.get(when))]
     if None not in ends and len({*ends}) > 1:  # rollout.max_prompt was raised meanwhile
-        lines.append("before and after are not of the same problems, which may explain a change")
+        lines.append("before and after were measured on different problems, which may explain a change")
     for name, old, new in _measures(summary)[:1]:
         lost = [sum(lost_shares(summary[when]).values()) for when in ("before", "after")]
         clear = not any(measure.startswith(f"{name} ") for measure in changes[UNCLEAR])

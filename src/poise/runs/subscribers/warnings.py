@@ -1,7 +1,7 @@
-"""The table of warnings about runs that learn nothing. Each is shown once, and kept in ``warnings.json``.
+"""The table of warnings about runs that learn nothing. Each warning is shown once and stored in ``warnings.json``.
 
-A condition reads the metrics of the steps so far. It waits for several steps with many groups, because a single step
-proves nothing. docs/warnings.md explains the warnings, and states how often they were wrong on recorded runs.
+A condition reads the metrics of all steps so far. Conditions wait for several steps with many groups, because a single
+step proves nothing. docs/warnings.md explains the warnings, and states how often they were wrong on recorded runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RunWarning:
 
 
 def read(folder: RunFolder) -> list[RunWarning]:
-    """The warnings of a run, oldest first."""
+    """Read the warnings of a run, oldest first."""
     return parse(folder.read_json(FILE), str(folder.path / FILE))
 
 
@@ -55,11 +55,11 @@ def add(folder: RunFolder, warning: RunWarning) -> bool:
 
 
 def parse(data: Any, path: str) -> list[RunWarning]:
-    """The warnings in the contents of the file at ``path``; empty if the contents are None."""
+    """Parse the contents of a warnings file; empty if ``data`` is None. Messages name the file as ``path``."""
     try:
         return TypeAdapter(list[RunWarning]).validate_python([] if data is None else data)
     except ValidationError:
-        raise DamagedError(f"{path} holds no warnings as poise writes them: remove the file") from None
+        raise DamagedError(f"{path} does not contain warnings as poise writes them: remove the file") from None
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class Progress:
         return _numbers(self.lines[-self.few :], name, self.few)
 
     def within(self, name: str, low: float, high: float) -> bool:
-        """Whether the mean of a metric over the last few steps is known and lies in this range."""
+        """Whether the metric's mean over the last few steps is known and lies between ``low`` and ``high``."""
         values = self.last(name)
         return bool(values) and low <= _mean(values) <= high
 
     @property
     def no_spread(self) -> bool:
-        """Whether hardly any group had different rewards in the last few steps."""
+        """Whether nearly all groups had equal rewards in the last few steps."""
         return self.within("reward/no_spread", NO_SPREAD, 1)
 
     def best(self) -> tuple[float, int]:
@@ -103,7 +103,7 @@ class Progress:
 class Entry:
     """A row of the table: the warning's name, its condition, and the texts about what is wrong and what to do.
 
-    ``covers`` are warnings with the same cause, which are not shown after this one.
+    ``covers`` names warnings with the same cause; they are not shown after this one.
     """
 
     name: str
@@ -144,7 +144,7 @@ def _mismatch(run: Progress) -> bool:
 
 
 def _accuracy_fell(run: Progress) -> bool:
-    """Accuracy is below two thirds of its best, by more than chance: four standard errors of a share of one half."""
+    """Whether accuracy fell below 2/3 of its best, by more than chance: four standard errors of a share of one half."""
     right, (best, _) = run.last("reward/accuracy"), run.best()
     if not right:
         return False
@@ -164,8 +164,8 @@ def _cut_off(run: Progress) -> bool:
 def _smaller_steps(run: Progress) -> str:
     lr = run.config.optim.lr
     return (
-        f"The steps are too large: begin again with a smaller optim.lr ({lr / 4:.2g} instead of {lr:.2g}), and if that "
-        "does not help, hold the model near its start with objective.kl_coef=0.01."
+        f"The steps are too large: begin again with a smaller optim.lr ({lr / 4:.2g} instead of {lr:.2g}). If that "
+        "does not help, keep the model close to its start with objective.kl_coef=0.01."
     )
 
 
@@ -186,7 +186,7 @@ TABLE = (
         f"rollout.max_tokens={run.config.rollout.max_tokens}, before they could answer.",
         lambda run: f"Raise rollout.max_tokens (to {2 * run.config.rollout.max_tokens}, say), or ask for shorter "
         "answers in the prompt. A model without a chat template or an end token (eos_token_id in its "
-        "generation_config.json) does not know when to stop: take an instruction-tuned one.",
+        "generation_config.json) does not know when to stop: use an instruction-tuned one.",
         ("all-wrong", "no-spread"),
     ),
     Entry(
@@ -194,10 +194,10 @@ TABLE = (
         _all_wrong,
         lambda run: f"No response has been right since the run began, in {len(run.lines)} steps"
         + (": all rewards are equal, and nothing is learned." if run.no_spread else "; only their rewards differ."),
-        lambda run: f"Read some: {shlex.join(['poise', 'report', run.config.run])}. Are they wrong? Take easier "
-        "problems, an instruction-tuned model, or a larger group=. Are they right? Then the reward cannot read them: "
-        "show the form of the answer in the prompt, or fix the reward (docs/rewards.md); a response counts as right "
-        "from a reward of 1.0, or the reward's correct_at.",
+        lambda run: f"Read some responses: {shlex.join(['poise', 'report', run.config.run])}. If they are wrong, use "
+        "easier problems, an instruction-tuned model, or a larger group=. If they are right, the reward cannot read them: "
+        "show the form of the answer in the prompt, or fix the reward (docs/rewards.md). A response counts as right "
+        "if its reward is at least 1.0, or at least the reward's correct_at.",
         ("no-spread",),
     ),
     Entry(
@@ -230,10 +230,10 @@ TABLE = (
         "mismatch",
         _mismatch,
         lambda run: f"Sampler and policy disagree: their log-probabilities differ by "
-        f"{_mean(run.last('rollout/mismatch')):.2g} a token on average, more than the clip allows an update "
+        f"{_mean(run.last('rollout/mismatch')):.2g} per token on average, more than the clip allows in an update "
         f"(objective.clip_high={run.config.objective.clip_high:g}).",
-        lambda _: "The sampler has other weights, another temperature or rounds coarsely. rollout.engine=native "
-        "samples with the policy's own arithmetic; dtype=float32 shows whether it is rounding.",
+        lambda _: "The sampler has other weights, uses another temperature, or rounds coarsely. rollout.engine=native "
+        "samples with the policy's own arithmetic; dtype=float32 shows whether rounding is the cause.",
     ),
     Entry(
         "entropy",
@@ -248,8 +248,8 @@ TABLE = (
     Entry(
         "accuracy-fell",
         _accuracy_fell,
-        lambda run: f"Training undoes itself: accuracy was {run.best()[0]:.2f} up to step {run.best()[1]}, and has "
-        f"been {_mean(run.last('reward/accuracy')):.2f} over the last {run.few} steps.",
+        lambda run: f"Accuracy has fallen: it was {run.best()[0]:.2f} up to step {run.best()[1]}, and has been "
+        f"{_mean(run.last('reward/accuracy')):.2f} over the last {run.few} steps.",
         _smaller_steps,
         ("no-spread", "entropy", "cut-off"),
     ),
@@ -257,7 +257,7 @@ TABLE = (
 
 
 def holding(run: Progress, earlier: Sequence[str] = ()) -> list[Entry]:
-    """The warnings whose condition holds now, without earlier warnings and the warnings that they cover."""
+    """Return the entries whose condition holds now, except earlier warnings and the warnings that they cover."""
     silent = {*earlier, *(name for entry in TABLE if entry.name in earlier for name in entry.covers)}
     new = []
     for entry in TABLE:
@@ -268,7 +268,7 @@ def holding(run: Progress, earlier: Sequence[str] = ()) -> list[Entry]:
 
 
 class Watch:
-    """Follows a run and shows each warning once, even if the run was resumed in between."""
+    """Follows a run and shows each warning once, even if the run is resumed."""
 
     def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
         self._config, self._folder, self._say = config, folder, say
