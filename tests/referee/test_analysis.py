@@ -99,5 +99,5 @@ def test_hardly_any_runs(seeds):
 
 
 def test_an_unknown_baseline():
-    with pytest.raises(ValueError, match="'grop' is none of the arms: grpo, ar"):
+    with pytest.raises(ValueError, match="'grop' is not among the arms: grpo, ar"):
         analyse([GRPO, AR], "grop")

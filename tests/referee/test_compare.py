@@ -144,7 +144,7 @@ def test_ctrl_c_saves_what_runs(tmp_path):
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=300)[0]
     assert process.returncode == 130, said
-    assert "run the same command to continue" in said
+    assert "run the same command again to continue" in said
     steps = [RunResult.read(path.parent) for path in folder.glob("arms/*/*/checkpoints")]
     assert steps
     assert all(0 < run.steps < 500 for run in steps)
@@ -160,7 +160,7 @@ def test_a_signal_ends_evaluations_at_once(tmp_path):
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=300)[0]
     assert process.returncode == 130, said
-    assert "run the same command to continue" in said
+    assert "run the same command again to continue" in said
     assert list(folder.glob("arms/*/*/config.json"))
     assert not list(folder.glob("arms/*/*/before.json"))
     assert not (folder / "failures.json").exists()

@@ -125,8 +125,8 @@ def test_a_rate_at_the_end_of_the_range_is_pointed_out():
 
     assert "learning rate 2e-4" in told(2e-4)
     assert "1e-4: 40.0, 2e-4: 50.0, 4e-4: 50.0" in told(2e-4)
-    assert "one beyond may be better" in told(4e-4)
-    assert "one beyond" not in told(2e-4)
+    assert "a rate beyond it may be better" in told(4e-4)
+    assert "a rate beyond" not in told(2e-4)
     assert "no learning rate yet" in told(None)
 
 

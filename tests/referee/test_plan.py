@@ -127,12 +127,12 @@ def test_seeds_may_be_a_range(tmp_path):
 
 
 def test_mistakes_are_answered():
-    assert problem("seeds=1") == "seeds = 1: one seed cannot tell a difference from chance; use at least 2, better 10"
+    assert problem("seeds=1") == "seeds = 1: one seed cannot tell a difference from chance; use at least 2, ideally 10"
     assert "from 2 to 1000" in problem("seeds=0")
     assert "such as 20-29" in problem("seeds=5-3")
     assert problem(regulator="grpo; ; ar") == "regulator=grpo; ; ar: part 2 of 3 is empty"
-    assert problem("optim.lr=1e-4,0.0001,2e-4", "tune=1") == "optim.lr has 1e-4 twice: leave one of them out"
-    assert problem(regulator="ar; ar(alpha=0.2)") == "arms 'ar' and 'ar(alpha=0.2)' are the same: leave one of them out"
+    assert problem("optim.lr=1e-4,0.0001,2e-4", "tune=1") == "optim.lr has 1e-4 twice: remove one of them"
+    assert problem(regulator="ar; ar(alpha=0.2)") == "arms 'ar' and 'ar(alpha=0.2)' are the same: remove one of them"
     assert "there is nothing to compare" in problem(regulator="grpo")
     assert problem(regulator="grpo,ar(alpha=0.2, )") == (
         'regulator=grpo,ar(alpha=0.2, ): to compare, separate with ";": regulator="grpo; ar(alpha=0.2, )"'
@@ -145,7 +145,7 @@ def test_mistakes_are_answered():
     assert "did you mean 'lopti'" in problem(regulator="grpo; loptii")
     assert "all arms of a comparison see the same problems" in problem("task.people=2,3")
     assert "the same held-out problems" in problem("evaluation.problems=100,200")
-    assert "give several" in problem("tune=2")
+    assert "name several" in problem("tune=2")
     assert problem("tune=2", "jobs=0", "optim.lr=1,2") == "jobs = 0: must be at least 1"
     assert problem("hours=-1") == "hours = -1: must be greater than 0"
     assert "must be a whole number" in problem("tune=x")
@@ -169,7 +169,7 @@ def test_mistakes_in_a_file_are_answered(write):
     assert "two arms are named 'x'" in wrong("arms: [{name: x, regulator: ar}, {name: x, regulator: grpo}]")
     assert "two arms are named 'x y'" in wrong("arms: [{name: x y, regulator: ar}, {name: x  y, regulator: grpo}]")
     for name in (r'"\ud800"', r'"a\nb"', "null", "[x]"):
-        assert "must be text in one line" in wrong(f"arms: [{{name: {name}, regulator: ar}}, {{regulator: grpo}}]")
+        assert "must be a single line of text" in wrong(f"arms: [{{name: {name}, regulator: ar}}, {{regulator: grpo}}]")
     assert wrong("arms: [{regulator: grpo}, {regulater: ar}]") == "unknown key 'regulater'; did you mean 'regulator'?"
 
 
@@ -353,7 +353,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "other" / "x").touch()
     assert "holds no comparison" in refused(make(tmp_path, name="other"))
     (tmp_path / "other" / "plan.json").write_text("[")
-    assert "does not hold a plan" in refused(make(tmp_path, name="other"))
+    assert "is not a plan" in refused(make(tmp_path, name="other"))
 
 
 def test_a_plan_keeps_the_looks_at_its_results(tmp_path):

@@ -62,7 +62,7 @@ def test_faster_and_better_are_two_verdicts():
     said = "\n".join(document["verdict"])
     assert "against grpo after 100 steps: better (p = 0.002)" in said
     assert "× the speed of grpo: faster (p = 0.002)" in said
-    assert "against grpo after 200 steps: that it ends higher is not shown" in said
+    assert "against grpo after 200 steps: it is not shown to end higher" in said
 
 
 def test_without_a_cut_there_is_no_speed():

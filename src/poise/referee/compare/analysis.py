@@ -1,8 +1,8 @@
 """Computes the results of a comparison from its arms and runs: the content of ``comparison.json``.
 
 Scores are fractions, such as 0.575; only sentences and plots use points. Secondary scores have intervals but no
-corrected p, because only the main score is tested. With a ``cut``, all runs are compared as they were after that many
-steps, and each arm also has a speed factor: *better* and *faster* are two verdicts, each with its own correction.
+corrected p, because only the main score is tested. With a ``cut``, all runs are compared after that many steps,
+and each arm also has a speed factor: *better* and *faster* are two verdicts, each with its own correction.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def analyse(
 
     ``looks`` lists the numbers of seeds at which this comparison was analysed before. With ``cut``, arms are compared
     after that many steps and have speed factors; differences in speed up to the share ``margin`` count as equal.
-    ``controls`` names the arms that may explain an arm's gain. Arms that were added as controls make no claim: they
-    have intervals, but do not count in Holm's correction.
+    ``controls`` names, for each arm, the arms that may explain its gain. Arms that were added as controls make no
+    claim: they have intervals, but do not count in Holm's correction.
     """
     whole = {arm.name: arm for arm in arms}
     if baseline not in whole:
-        raise ValueError(f"the baseline {baseline!r} is none of the arms: {', '.join(whole)}")
+        raise ValueError(f"the baseline {baseline!r} is not among the arms: {', '.join(whole)}")
     arms = arms if cut is None else [arm.until(cut) for arm in arms]
     (base,) = (arm for arm in arms if arm.name == baseline)
     planned = sorted({*seeds, *(seed for arm in arms for seed in arm.runs)})
@@ -124,7 +124,7 @@ def _before(runs: Iterable[RunResult], score: str) -> float | None:
 
 
 def _summary(own: Mapping[int, float], other: Mapping[int, float], alone: bool) -> Document:
-    """A secondary score: its mean, and its difference to the baseline unless the arm is the baseline."""
+    """The mean of a secondary score and, unless the arm is the baseline, its difference to the baseline."""
     return {
         "mean": _mean(own.values()),
         "interval": ends(student_interval(list(own.values()))),
@@ -144,7 +144,7 @@ def _difference(result: Difference) -> Document:
 
 
 def _power(differences: Sequence[Difference], comparisons: int) -> Document:
-    """The smallest detectable difference, at the arms' largest number of seeds, and the median spread of these arms.
+    """The smallest detectable difference, and the median spread, of the arms with the most seeds.
 
     ``detectable`` is None with fewer than two seeds, or if no difference can be significant with these seeds.
     """
@@ -159,7 +159,7 @@ def _power(differences: Sequence[Difference], comparisons: int) -> Document:
 
 
 def _looks(earlier: Iterable[int], differences: Collection[Difference]) -> list[int]:
-    """The numbers of seeds of all analyses so far, including this one, that could find a significant difference."""
+    """The seed counts of all analyses so far, including this one, with which a difference could be significant."""
     now = max((len(each.seeds) for each in differences), default=0)
     least = seeds_needed(max(1, len(differences)))
     return sorted({seeds for seeds in (*earlier, now) if least <= seeds <= now})
@@ -175,14 +175,14 @@ def _stability(runs: Collection[RunResult]) -> Document:
 
 
 def _collapsed(run: RunResult) -> bool:
-    """Whether the final accuracy is far below the run's best."""
+    """Whether a run's final accuracy is far below its best accuracy."""
     scores = [point.scores[ACCURACY] for point in run.curve if ACCURACY in point.scores]
     best = max(scores, default=0.0)
     return bool(scores) and best - scores[-1] > max(DROP / 2, min(DROP, best / 2))
 
 
 def _cost(runs: Collection[RunResult]) -> Document:
-    """The means over the runs; None if a run lacks the value."""
+    """Each cost's mean over the runs; None if it is unknown for any run."""
     columns = {each.name: [getattr(run.cost, each.name) for run in runs] for each in fields(Cost)}
     return {name: None if None in values else _mean(values) for name, values in columns.items()}
 
@@ -215,7 +215,7 @@ def _band(runs: Sequence[RunResult], score: str) -> Document:
 
 
 def _whole_curve(run: RunResult) -> Document:
-    """All evaluations of a run: the steps, and each score."""
+    """All evaluations of a run: the steps, and the values of each score."""
     names = dict.fromkeys(name for point in run.curve for name in point.scores)
     return {
         "steps": [point.step for point in run.curve],

@@ -35,7 +35,7 @@ SAME = {  # groups of settings that all arms must share, and why
 
 
 def rate_text(rate: float) -> str:
-    """A learning rate as a user writes it: 1e-4, 2.5e-5, 0.05."""
+    """Format a learning rate as a user writes it: 1e-4, 2.5e-5, 0.05."""
     if rate >= 0.01:
         return f"{rate:g}"
     digits, _, power = f"{rate:.5e}".partition("e")
@@ -63,7 +63,7 @@ class Variant:
 
 
 def method(config: Config) -> str:
-    """The regulator's shortest text, or the user's text if its class is not a dataclass."""
+    """The regulator's shortest text, or the text as the user typed it if the class is not a dataclass."""
     try:
         return regulators.text(config.build_regulator())
     except ValueError:
@@ -105,7 +105,7 @@ def alternatives(key: str, text: str) -> list[str]:
 
 
 def build(document: Document, overrides: Sequence[str], comparison: Settings) -> list[PlannedArm]:
-    """The arms of a comparison whose runs have the settings of ``document`` and the overrides.
+    """Build the arms of a comparison from a recipe's ``document``, the overrides and the comparison's settings.
 
     With ``tune``, learning rates are variants of an arm; otherwise each rate is an arm.
     """
@@ -124,7 +124,7 @@ def build(document: Document, overrides: Sequence[str], comparison: Settings) ->
     _check_keys(document, fixed, axes, single_arms)
     rates = axes.pop(RATE, None)
     if tuned and rates is None:
-        raise ConfigError("tune chooses a learning rate for each arm: give several, such as optim.lr=5e-5,1e-4,2e-4")
+        raise ConfigError("tune chooses each arm's learning rate: name several, such as optim.lr=5e-5,1e-4,2e-4")
     variants = [(RATE, *rate) for rate in rates or []] if tuned else []
     if rates and not tuned:
         axes[RATE] = rates
@@ -138,7 +138,7 @@ def build(document: Document, overrides: Sequence[str], comparison: Settings) ->
 
 
 def _check_commas(key: str, value: str) -> None:
-    """Refuse a comma between two methods. The parser would suggest ``|``, which composes them instead."""
+    """Reject a comma between two methods. The parser would suggest ``|``, which composes the methods instead."""
     parts = [part.strip() for group in split_outside(value, ";") for part in split_outside(group, ",")]
     if key in TEXTS and len(parts) > len(split_outside(value, ";")):
         guess = "; ".join(filter(None, parts))
@@ -149,7 +149,7 @@ Value = tuple[str, str, str]  # a key, its value in names, its value in override
 
 
 def _arm(name: str, document: Document, fixed: list[str], values: list[Value], rates: list[Value]) -> PlannedArm:
-    """The arm with these values, with a variant per learning rate."""
+    """Build the arm with these values, and a variant of it for each learning rate."""
     title = name or ", ".join(text if key == "regulator" else f"{key}={text}" for key, text, _ in values)
     variants = []
     for rate in [[each] for each in rates] or [[]]:
@@ -164,12 +164,12 @@ def _arm(name: str, document: Document, fixed: list[str], values: list[Value], r
 
 
 def _single_arms(entries: list[dict[str, Any]] | None) -> list[tuple[str, list[Value]]]:
-    """The names and settings of the arms that a file lists; if none, one arm without name and settings."""
+    """The names and settings of the arms that a file lists; without a list, one arm without name and settings."""
     found = []
     for arm in entries or [{}]:
         name = arm.get("name", "")
         if isinstance(name, bool) or not isinstance(name, str | int | float) or not str(name).isprintable():
-            raise ConfigError(f"arms: name = {short(name)}: must be text in one line")
+            raise ConfigError(f"arms: name = {short(name)}: must be a single line of text")
         settings = [(key, _text(value), json.dumps(value)) for key, value in arm.items() if key != "name"]
         found.append((str(name), settings))
     return found
@@ -182,7 +182,7 @@ def _text(value: Any) -> str:
 def _check_keys(
     document: Document, fixed: Iterable[str], axes: Mapping[str, Any], single_arms: Iterable[tuple[str, list[Value]]]
 ) -> None:
-    """Refuse axes over settings that all arms must share, and unknown keys, before arms are built."""
+    """Reject unknown keys, and axes over settings that all arms must share, before arms are built."""
     differing = [*axes, *(key for _, values in single_arms for key, _, _ in values)]
     for key in differing:
         top = key.partition(".")[0]
@@ -197,7 +197,7 @@ def _check_keys(
 
 
 def _check_distinct(arms: Sequence[PlannedArm]) -> None:
-    """Refuse two arms with the same settings or the same name."""
+    """Reject two arms with the same settings or the same name."""
     if len(arms) < 2:
         raise ConfigError(
             "there is only one arm, so there is nothing to compare: name several, separated by ; such as "
@@ -207,10 +207,10 @@ def _check_distinct(arms: Sequence[PlannedArm]) -> None:
     for arm in arms:
         rates = [variant.rate for variant in arm.variants]
         if twice := next((rate for i, rate in enumerate(rates) if rate in rates[:i]), None):
-            raise ConfigError(f"{RATE} has {rate_text(twice)} twice: leave one of them out")
+            raise ConfigError(f"{RATE} has {rate_text(twice)} twice: remove one of them")
         for identity, name in seen:
             if identity == arm.variants[0].identity:
-                raise ConfigError(f"arms {name!r} and {arm.name!r} are the same: leave one of them out")
+                raise ConfigError(f"arms {name!r} and {arm.name!r} are the same: remove one of them")
             if name.split() == arm.name.split():  # folder names ignore spaces
-                raise ConfigError(f"two arms are named {name!r}: give one of them another name")
+                raise ConfigError(f"two arms are named {name!r}: rename one of them")
         seen.append((arm.variants[0].identity, arm.name))

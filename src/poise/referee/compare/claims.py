@@ -19,12 +19,12 @@ def speed_claims(
     score: str,
     cut: int,
 ) -> dict[str, Document]:
-    """The speed of every arm except the baseline. ``base`` is the baseline at the cut; ``arms`` have their whole runs.
+    """Measure the speed of every arm except the baseline. ``base`` ends at the cut; ``arms`` have complete runs.
 
     The interval comes from the mean logarithm. p is the larger of two p: one tests the logarithms, the other the
     difference in accuracy at the cut. Both effects have the same sign. But on a flat curve, noise that is symmetric in
     accuracy is skewed in steps, so the first test alone would find too many differences. ``end`` is the difference to
-    the baseline's end, if the baseline runs longer.
+    the baseline's final score, if the baseline runs longer.
     """
     found: dict[str, Document] = {}
     whole = arms[base.name]
@@ -48,7 +48,7 @@ def speed_claims(
 
 
 def _speed_text(speed: Document) -> str:
-    """A speed factor with its interval; a lower bound if the baseline never reaches an arm's accuracy."""
+    """Format a speed factor with its interval; a lower bound if the baseline never reaches an arm's accuracy."""
     if speed["mean"] is None:
         return "–"
     mean, interval = f"{speed['mean']:.2f}", speed["interval"]
@@ -68,8 +68,8 @@ def against_controls(
 ) -> dict[str, list[Document]]:
     """Compare an arm with its controls: "better" by the difference in accuracy, "faster" by the ratio of speeds.
 
-    A control explains a gain if the arm is not shown to beat it: the interval reaches 0 (or a factor of 1) or below. If
-    the results are equal, there is no interval, and the control explains the gain too.
+    A control explains a gain unless the interval shows that the arm beats the control: the whole interval must lie
+    above 0 (or above a factor of 1). Equal results have no interval; then the control explains the gain too.
     """
     scores = {arm.name: arm.results(score) for arm in arms}
     logs = {arm: _logs(dict(zip(own["seeds"], own["values"], strict=True))) for arm, own in faster.items()}
@@ -93,7 +93,7 @@ def _logs(factors: Mapping[int, float]) -> dict[int, float]:
 
 
 def paired(result: Difference, scale: Callable[[float], float] = float) -> Document:
-    """The mean and interval of paired differences; ``scale`` is exp for logarithms."""
+    """The mean and interval of paired differences; ``scale`` is ``exp`` for differences of logarithms."""
     return {
         "mean": None if result.mean is None else scale(result.mean),
         "interval": ends(result.interval, scale),
@@ -103,5 +103,5 @@ def paired(result: Difference, scale: Callable[[float], float] = float) -> Docum
 
 
 def ends(interval: Interval | None, scale: Callable[[float], float] = float) -> list[float] | None:
-    """An interval as JSON."""
+    """The ends of an interval, as a list for JSON."""
     return None if interval is None else [scale(end) for end in interval]

@@ -36,10 +36,9 @@ def compare(
     trust_changed: bool = False,
     register: bool = False,
 ) -> int:
-    """Run a comparison, or the rest of it. Returns the exit code: 0; 1 if a run failed; 130 if it was interrupted.
+    """Start or continue a comparison. Returns the exit code: 0; 1 if a run failed; 130 if the user interrupted it.
 
-    ``register`` only freezes the plan. ``trust_changed`` continues although the user's own code was edited after some
-    of the runs.
+    ``register`` only freezes the plan. ``trust_changed`` continues even if the user's code was edited after some runs.
     """
     plan = read_plan(recipe, overrides)
     plan_file.check(plan, trust_changed=trust_changed)
@@ -48,10 +47,10 @@ def compare(
         _forecast(plan)
         return 0
     with owned(plan.folder, make=True):
-        plan_file.check(plan, trust_changed=trust_changed)  # again: another process may have begun
+        plan_file.check(plan, trust_changed=trust_changed)  # again: another process may have started the comparison
         if register:
             print(f"registered in {plan.folder / PLAN}, checksum {plan_file.register(plan)}")
-            print("the same command without --register runs it; arms and seeds that are added later are exploratory")
+            print("run the same command without --register to start it; arms and seeds added later are exploratory")
             return 0
         plan_file.write(plan)
         view = Progress(quiet=quiet)
@@ -68,7 +67,7 @@ def compare(
 
 
 def _check_models(plan: Plan) -> None:
-    """Refuse a missing model or engine before anything is written. Finished runs need neither."""
+    """Raise an error if a model or engine is missing, before anything is written. Finished runs need neither."""
     configs = [run.config for run in Runner(plan, Processes(), Progress(quiet=True), jobs=1).left()]
     for model in dict.fromkeys(config.model for config in configs):
         locate(model)
@@ -94,7 +93,7 @@ def _parallel_jobs(plan: Plan) -> tuple[int, bool]:
 
 
 def _forecast(plan: Plan) -> None:
-    """Print the plan and the time that it takes, from a trial run. Nothing is written."""
+    """Print the plan, and forecast its time from a trial run. Write nothing."""
     for line in description.heading(plan):
         print(visible(line))
     print("measuring two steps of a run …", flush=True)
@@ -123,15 +122,15 @@ def _finish(plan: Plan, runner: Runner) -> int:
         print(visible(f"failed: {folder} ({failure['ended']}); its log: {failure['log']}"))
     print(visible(f"results: {plan.folder / 'comparison.json'}   page: {plan.folder / 'comparison.html'}"))
     if runner.failures:
-        print("run the same command to try failed runs again")
+        print("run the same command again to retry failed runs")
         return 1
     if runner.stopped or runner.out_of_time:
-        print("stopped; run the same command to continue")
+        print("stopped; run the same command again to continue")
     return INTERRUPTED if runner.stopped else 0
 
 
 def _analyse(plan: Plan, arms: Sequence[Arm]) -> Document:
-    """The results. For a registered plan: first the results of its arms and seeds, then the exploratory results."""
+    """Compare the arms. For a registered plan, its own arms and seeds come first, then the exploratory results."""
 
     def results(arms: Sequence[Arm], seeds: Sequence[int], looks: Sequence[int]) -> Document:
         base, margin = plan.baseline.name, plan.settings.margin

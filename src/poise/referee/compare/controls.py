@@ -25,7 +25,7 @@ Control = tuple[str, Callable[[str], PlannedArm]]  # a name, and a function that
 
 
 def add(arms: Sequence[PlannedArm], baseline: PlannedArm) -> tuple[tuple[PlannedArm, ...], Controls]:
-    """The arms together with the controls of every method, and each arm's controls. No arm appears twice."""
+    """Add each method's controls to the arms. Returns all arms, without duplicates, and each arm's controls."""
     known = list(arms)
     controls: Controls = {}
     for arm in arms:
@@ -64,7 +64,7 @@ def _regulated(regulator: str, arm: PlannedArm, reason: str) -> Control:
 
 
 def _build(origin: PlannedArm, changes: Document, settings: Document, reason: str, name: str) -> PlannedArm:
-    """The arm ``origin`` with changed settings. ``settings`` are the settings that distinguish it from other arms."""
+    """Copy the arm ``origin`` with changed settings. ``settings`` distinguish the copy from other arms."""
     variants = []
     for variant in origin.variants:
         config = restore(merge(variant.config.model_dump(mode="json"), changes), trust=True)
@@ -78,7 +78,7 @@ def _identity(arm: PlannedArm) -> list[Document]:
 
 
 def _is_method(arm: PlannedArm, baseline: PlannedArm) -> bool:
-    """Whether an arm is more than the baseline at another learning rate or with a plain regulator."""
+    """Whether an arm differs from the baseline in more than its learning rate, its steps or a plain regulator."""
     config, base = arm.variants[0].config, baseline.variants[0].config
     plain = isinstance(config.build_regulator(), PLAIN)
     return arm is not baseline and not (plain and _rest(config) == _rest(base))

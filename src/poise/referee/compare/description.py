@@ -26,7 +26,7 @@ STEPS = 2  # steps of the trial run; only the second is timed, because the first
 
 
 def heading(plan: Plan) -> list[str]:
-    """The arms, the seeds and the held-out problems."""
+    """Lines that describe the arms, the seeds and the held-out problems."""
     evaluation = plan.baseline.variants[0].config.evaluation
     lines = [f"{len(plan.arms)} arms × {len(plan.seeds)} seeds ({span(plan.seeds)}) in {plan.folder}:"]
     lines += [f"  {arm.name}{_role(plan, arm)}" for arm in plan.arms]
@@ -53,7 +53,7 @@ def _role(plan: Plan, arm: PlannedArm) -> str:
 
 
 def forecast(plan: Plan, seconds: float, jobs: int, done: int) -> str:
-    """The time for the remaining runs, if each takes ``seconds``."""
+    """A line with the expected time of the remaining runs, if each takes ``seconds``."""
     left = plan.size - done
     total = seconds * max(left / jobs, min(left, 1))
     finished = f" ({done} done)" if done else ""
@@ -76,13 +76,13 @@ def tuning_lines(report: Sequence[dict[str, Any]]) -> list[str]:
             continue
         scores = ", ".join(f"{rate_text(rate['rate'])}: {points(rate['mean'])}" for rate in arm["rates"])
         edge = len(arm["rates"]) > 2 and arm["chosen"] in (arm["rates"][0]["rate"], arm["rates"][-1]["rate"])
-        hint = "; it is the first or last rate, so one beyond may be better" if edge else ""
+        hint = "; it is the first or last rate, so a rate beyond it may be better" if edge else ""
         lines.append(f"{arm['arm']}: learning rate {rate_text(arm['chosen'])} (points by rate: {scores}){hint}")
     return lines
 
 
 def measure_trial(plan: Plan, processes: Processes) -> float:
-    """The seconds of a whole run, averaged over the arms, from a trial run of the baseline in a temporary folder.
+    """Estimate a run's seconds, averaged over the arms, from a trial run of the baseline in a temporary folder.
 
     This assumes that all arms take the same time per response and per phase of an update. The trial runs alone on the
     device; parallel runs take longer.
@@ -109,7 +109,7 @@ def measure_trial(plan: Plan, processes: Processes) -> float:
 
 
 def run_seconds(config: Config, trial: Config, step: dict[str, float], start: float) -> float:
-    """The seconds of a whole run, from a trial run's settings, one of its steps, and its start-up time."""
+    """Estimate a run's seconds from a trial run: its settings, the metrics of one step, and its start-up time."""
     responses = trial.prompts * trial.group
     size = config.prompts * config.group / responses
     phases = config.build_regulator().phase_count / trial.build_regulator().phase_count

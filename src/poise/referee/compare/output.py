@@ -35,7 +35,7 @@ SCRIPTS = ("draw.js", "comparison.js")
 LINES = ("-", "--", ":", "-.")
 STYLES = [(*each, line) for line in LINES for each in zip(COLOURS, MARKERS, strict=True)]  # colour, marker, line
 BELOW = 0.25  # the offset of the seeds' dots, in rows
-LONGEST = 40  # the most characters of a name
+LONGEST = 40  # the most characters of an arm's name
 COLUMNS = 3  # columns of the legend
 
 
@@ -59,7 +59,7 @@ def write_page(path: str | Path, document: Document) -> None:
 
 
 def show(document: Document, console: Console) -> None:
-    """Print a table of results and the verdict. Only the page and the CSV also have costs."""
+    """Print a table of results and the verdict. The costs are only on the page and in the CSV file."""
     later = [{**arm, "name": f"{arm['name']} (exploratory)"} for arm in document.get("exploratory", ())]
     console.table([_table_row(arm, speed=document["cut"] is not None) for arm in (*document["arms"], *later)])
     for sentence in document["verdict"]:
@@ -130,7 +130,7 @@ def _with_ends(name: str, value: float | None, interval: Sequence[float] | None)
 
 
 def _settings(settings: Mapping[str, Any]) -> Row:
-    """The settings, with a prefix because some, such as ``steps``, share a result's name. Rates have short texts."""
+    """The settings as CSV columns. The prefix keeps a setting such as ``steps`` apart from a result with its name."""
     texts = {key: rate_text(value) if isinstance(value, float) else value for key, value in settings.items()}
     return {f"settings.{key}": value for key, value in texts.items()}
 

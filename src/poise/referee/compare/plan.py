@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def cut(self) -> int | None:
-        """The steps after which arms are compared: the smallest number of any arm; None if speed is not measured."""
+        """The step at which arms are compared: the smallest ``steps`` of any arm; None if speed is not measured."""
         return min(arm.variants[0].config.steps for arm in self.arms) if self.settings.measure == "speed" else None
 
     def run(self, arm: PlannedArm, variant: Variant, seed: int) -> PlannedRun:
@@ -102,7 +102,7 @@ class Plan:
 
 
 def _lengthened(config: Config, steps: int) -> dict[str, int]:
-    """The changed settings for at least this many steps, with the budget in proportion."""
+    """Settings that extend a run to ``steps`` steps, with the budget in proportion; empty if it is long enough."""
     if steps <= config.steps:
         return {}
     budget = {} if config.budget is None else {"budget": ceil(config.budget * steps / config.steps)}
@@ -110,7 +110,7 @@ def _lengthened(config: Config, steps: int) -> dict[str, int]:
 
 
 def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
-    """The plan of ``poise compare RECIPE KEY=VALUE…``. The recipe may be a comparison's YAML file."""
+    """Read the plan of ``poise compare RECIPE KEY=VALUE…``. The recipe may be a comparison's YAML file."""
     document = read(recipe) if recipe is not None else {}
     own: Document = {key: document.pop(key) for key in Settings.model_fields if key in document}
     settings = []
@@ -136,7 +136,7 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
     arms = tuple(build(document, settings, comparison))
     if not arms[0].variants[0].config.evaluation.problems:
         raise ConfigError(
-            "evaluation = off, or evaluation.problems = 0: a comparison compares held-out accuracy; leave it out"
+            "evaluation = off, or evaluation.problems = 0: a comparison needs held-out accuracy; remove this setting"
         )
     typed = any(override.partition("=")[0].strip() in ("evaluation", "evaluation.every") for override in settings)
     if not typed and "every" not in own_evaluation:

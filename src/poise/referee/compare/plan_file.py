@@ -1,7 +1,7 @@
-"""Writes ``plan.json``, and checks a comparison's folder: the same command continues it, other plans are refused.
+"""Writes ``plan.json``, and checks that a comparison's folder fits the plan: only the same comparison may continue.
 
-plan.json          the plan's variants, seeds and measure; the numbers of seeds with which results were shown; the
-                   registered plan, if there is one
+plan.json          the plan's variants, seeds and measure; the seed counts at which results were shown; the registered
+                   plan, if there is one
 arms/…/seed-0/     the runs, which are ordinary run folders
 logs/              the output of each run
 failures.json      the runs that ended without a result, with the last lines of their output
@@ -28,7 +28,7 @@ ANOTHER = "or start another comparison with run=DIR"
 
 
 def check(plan: Plan, *, trust_changed: bool = False) -> None:
-    """Refuse a folder with other contents, or with a comparison whose runs do not fit this plan.
+    """Raise ConfigError if the folder has other contents, or a comparison whose runs do not fit this plan.
 
     With ``trust_changed``, runs with other versions of the user's code fit too.
     """
@@ -56,7 +56,7 @@ def register(plan: Plan) -> str:
     registered = read_registered(plan)
     if registered is None:
         if _has_begun(plan):
-            raise ConfigError(f"runs in {plan.folder} have begun, and a plan is registered before its first run")
+            raise ConfigError(f"runs in {plan.folder} have begun, but a plan must be registered before its first run")
         registered = registration.frozen(plan)
         write(plan, registered=registered)
     elif extra := registration.added(plan, registered):
@@ -74,7 +74,7 @@ def _has_begun(plan: Plan) -> bool:
 
 
 def _check_plan(plan: Plan, earlier: Document) -> None:
-    """Refuse changed settings, missing arms or seeds, and changed rates or tuning seeds."""
+    """Raise ConfigError if settings, rates or tuning seeds have changed, or if arms or seeds are missing."""
     there = f"the comparison in {plan.folder}"
     before = earlier["variants"]
     now = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
@@ -106,7 +106,7 @@ def _check_plan(plan: Plan, earlier: Document) -> None:
 
 
 def _check_runs(plan: Plan) -> None:
-    """Refuse a run in the folder whose settings differ from the plan, because it would count for the wrong arm."""
+    """Raise ConfigError if a run's settings differ from the plan: the run would count for the wrong arm."""
     for run in plan.all_runs():
         if not (run.folder / "config.json").exists():
             continue
@@ -121,7 +121,7 @@ def _check_runs(plan: Plan) -> None:
 
 
 def _check_code(plan: Plan) -> None:
-    """Refuse a run with another version of the user's code."""
+    """Raise ConfigError if a run was trained with another version of the user's code."""
     for run, code in _other_code(plan):
         raise ConfigError(
             f"{', '.join(edited(code, run.config.code))}: this code was edited since {run.folder} was trained, and one "
@@ -131,19 +131,19 @@ def _check_code(plan: Plan) -> None:
 
 
 def _other_code(plan: Plan) -> list[tuple[PlannedRun, Code]]:
-    """The runs that were trained with an older version of the user's code, and that version."""
+    """The runs that were trained with another version of the user's code, each with that version."""
     runs = (run for run in plan.all_runs() if run.config.code)
     codes = ((run, code) for run in runs for code in RunFolder(run.folder).code_versions())
     return [(run, code) for run, code in codes if code != run.config.code]
 
 
 def mixed_code(plan: Plan) -> dict[str, list[str]]:
-    """The files of the user's code that were edited between the runs of a variant, by the variant's name."""
+    """The files of the user's code that were edited between runs of the same variant, by variant name."""
     return {run.variant.name: edited(code, run.config.code) for run, code in _other_code(plan)}
 
 
 def _check_data(run: PlannedRun) -> None:
-    """Refuse a run whose data file was edited, because new runs would have other problems."""
+    """Raise ConfigError if a run's data file was edited: new runs would have other problems."""
     path, now = run.folder / "data.json", data_fingerprint(run.config.task.build())
     if path.exists() and now is not None and RunFolder(run.folder).read_json(path.name) != {"fingerprint": now}:
         raise ConfigError(
@@ -153,9 +153,9 @@ def _check_data(run: PlannedRun) -> None:
 
 
 def write(plan: Plan, looks: Sequence[int] | None = None, *, registered: Document | None = None) -> None:
-    """Write a plan that passed ``check``, its ``looks`` (see ``read_looks``) and its ``registered`` plan.
+    """Write ``plan.json`` for a plan that passed ``check``, with its ``looks`` (see ``read_looks``).
 
-    None leaves looks or registration unchanged.
+    If ``looks`` or ``registered`` is None, the value in the file stays.
     """
     variants = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
     looks = read_looks(plan) if looks is None else looks
@@ -173,7 +173,7 @@ def write(plan: Plan, looks: Sequence[int] | None = None, *, registered: Documen
 
 
 def read_looks(plan: Plan) -> list[int]:
-    """The numbers of seeds with which results were shown so far."""
+    """The seed counts at which results were shown so far."""
     looks = (_read(plan.folder) or {}).get("looks", [])
     return [look for look in looks if type(look) is int] if isinstance(looks, list) else []
 
@@ -191,4 +191,4 @@ def _read(folder: Path) -> Document | None:
             isinstance(variant, dict) for variant in variants.values()
         ) and isinstance(data.get("registered", {}), dict):
             return dict(data)
-    raise ConfigError(f"{path} does not hold a plan as poise writes it: restore the file from a copy, {ANOTHER}")
+    raise ConfigError(f"{path} is not a plan in the form that poise writes: restore the file from a copy, {ANOTHER}")

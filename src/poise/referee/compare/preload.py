@@ -1,4 +1,4 @@
-"""The imports that every run needs. The server that forks a process for every run imports this module once.
+"""The imports that every run needs. A server imports this module once, then forks a process for every run.
 
 This module must not start a thread or touch CUDA, because forked processes could not use them.
 """

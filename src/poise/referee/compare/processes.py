@@ -24,7 +24,7 @@ from poise.tasks import data_fingerprint
 from poise.training.config.schema import Config
 from poise.training.resume import TrainError
 
-MOST_LOSSES = 3  # deaths of the server, which does so little that it should never die
+MOST_LOSSES = 3  # give up after this many deaths of the server, which does little and should never die
 TRIES = 50  # to reach a new server, a tenth of a second apart
 SERVER_DIED = 255  # multiprocessing's exit code for a process whose server has died
 # NVIDIA's MPS lets processes use one GPU at the same time instead of in turns, which is faster.
@@ -33,7 +33,7 @@ TRIAL = "import torch; torch.zeros(1, device='cuda').sum().item()"  # fails if a
 
 
 class RunExit(NamedTuple):
-    """The number of a run that has ended, and its exit code (negative: the signal that killed it)."""
+    """An ended run: its number and its exit code (negative: the signal that killed the process)."""
 
     number: int
     status: int
@@ -66,7 +66,7 @@ class Processes:
         self._running[number] = process
 
     def wait(self, seconds: float) -> list[RunExit]:
-        """Wait at most this long for a run to end; return the runs that have ended."""
+        """Wait at most ``seconds`` for a run to end; return the runs that have ended."""
         ready = connection.wait([process.sentinel for process in self._running.values()], seconds)
         done = {number: process for number, process in self._running.items() if process.sentinel in ready}
         if any(process.exitcode == SERVER_DIED for process in done.values()):
@@ -96,7 +96,7 @@ class Processes:
 
 
 def _start(process: multiprocessing.context.ForkServerProcess) -> None:
-    """Start a process. If the server has just died, the system may list it for a moment more: then try again."""
+    """Start a process. Retry if the server has just died and the system has not noticed yet."""
     for _ in range(TRIES):
         with suppress(ConnectionRefusedError):
             return process.start()
@@ -106,7 +106,7 @@ def _start(process: multiprocessing.context.ForkServerProcess) -> None:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """New Python processes started inside do not import from the current folder, whose files may shadow libraries."""
+    """Keep new Python processes from importing files of the current folder, which may shadow libraries."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -140,7 +140,7 @@ def last_lines(log: Path, count: int = 5) -> list[str]:
 
 @contextmanager
 def mps(note: Callable[[str], None]) -> Iterator[None]:
-    """Run MPS within this context, if it is installed and works. Stop it afterwards, unless it ran before."""
+    """Run MPS within this context, if it is installed and works. Stop it afterwards, unless it was already running."""
     started = shutil.which(CONTROL) is not None and not _works(CONTROL, request="get_server_list")
     if started and not (_works(CONTROL, "-d") and _works(sys.executable, "-c", TRIAL)):
         note("NVIDIA's MPS cannot be started: runs take turns on the GPU, which is slower")

@@ -32,7 +32,7 @@ class RandomEffects:
 
 
 def random_effects(regimes: Sequence[Sequence[float]]) -> RandomEffects:
-    """Combine at least two regimes, each given by its differences for at least two seeds."""
+    """Combine at least two regimes. Each regime is a list of differences for at least two seeds."""
     from scipy.stats import t
 
     if len(regimes) < 2 or min(map(len, regimes)) < 2:

@@ -1,8 +1,8 @@
 """Registered plans: ``--register`` freezes a comparison before its first run, as ``registered`` in ``plan.json``.
 
 It freezes the arms with all their settings, the baseline, the seeds, the measure, the test and the margin, with a
-checksum that can be published. They cannot change afterwards. Arms and seeds that are added later are exploratory: the
-verdict on the registered plan does not use them.
+checksum that can be published. None of these can change afterwards. Arms and seeds that are added later are
+exploratory: the verdict on the registered plan does not use them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def frozen(plan: Plan) -> Document:
 
 
 def check(plan: Plan, registered: Document) -> None:
-    """Refuse a plan that differs from the registered one; additional arms and seeds are allowed."""
+    """Raise ConfigError if the plan differs from the registered plan; additional arms and seeds are allowed."""
     there = f"the plan in {plan.folder} was registered"
     if was_changed(registered) or SEAL not in registered:
         raise ConfigError(f"{there}, and plan.json was edited since (its checksum does not match): restore the file")
@@ -52,7 +52,7 @@ def check(plan: Plan, registered: Document) -> None:
 
 
 class Added(NamedTuple):
-    """The arms and seeds of a plan that are not in the registered plan; false if there are none."""
+    """The arms and seeds of a plan that are not in the registered plan; falsy if there are none."""
 
     arms: list[str]
     seeds: list[int]

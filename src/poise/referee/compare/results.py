@@ -123,7 +123,7 @@ class RunResult:
 
     @classmethod
     def read(cls, path: str | Path) -> RunResult:
-        """The result of the run in a folder, in any state.
+        """Read the result of the run in a folder, in any state.
 
         Raises FileNotFoundError if there is no run, ValueError if one of its files is damaged. Both messages say what
         to do.
@@ -173,15 +173,15 @@ class Arm:
     name: str
     settings: Mapping[str, Any]
     runs: Mapping[int, RunResult]
-    control: str = ""  # why ``controls=auto`` added it; such an arm makes no claim of its own
+    control: str = ""  # why ``controls=auto`` added it; such an arm makes no claims
 
     def results(self, score: str = ACCURACY) -> dict[int, float]:
-        """The final score of every seed with a result, in the order of seeds."""
+        """The final score of every seed with a result, in ascending order of seeds."""
         done = ((seed, self.runs[seed].scores) for seed in sorted(self.runs))
         return {seed: scores[score] for seed, scores in done if score in scores}
 
     def only(self, seeds: Collection[int]) -> Arm:
-        """The arm with the runs of these seeds."""
+        """The arm with only the runs of these seeds."""
         return replace(self, runs={seed: run for seed, run in self.runs.items() if seed in seeds})
 
     def until(self, cut: int) -> Arm:
@@ -201,14 +201,14 @@ def _final(folder: RunFolder, config: Line, reached: int) -> dict[str, Any] | No
 
 
 def _read(folder: RunFolder, name: str, usable: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
-    """The content of a file; None if it does not exist. Raises ValueError if the content is unusable or was changed."""
+    """Read a JSON file; None if it does not exist. Raises ValueError if its content is unusable or was changed."""
     data: dict[str, Any] | None = folder.read_json(name)
     try:
         known = data is None or usable(data)
     except (KeyError, TypeError):
         known = False
     if not known:
-        raise ValueError(f"{folder.path}/{name} does not hold what poise writes there")
+        raise ValueError(f"{folder.path}/{name} is not in the form that poise writes")
     if was_changed(data):
         raise ValueError(f"{folder.path}/{name} was changed after the run wrote it (its checksum does not match)")
     return data
@@ -302,7 +302,7 @@ Results = Callable[[Path], RunResult | None]  # the result of the run in a folde
 
 
 def tuning_scores(plan: Plan, arm: PlannedArm, variant: Variant, results: Results) -> dict[str, Any]:
-    """The held-out accuracy for every tuning seed (empty until all runs have results), and how many runs diverged."""
+    """A variant's held-out accuracy for every tuning seed (empty until all have results), and its diverged runs."""
     runs = [results(plan.run(arm, variant, seed).folder) for seed in plan.settings.tuning_seeds]
     done = [run for run in runs if run is not None and ACCURACY in run.scores]
     done = done if len(done) == len(runs) else []
@@ -316,10 +316,9 @@ def tuning_scores(plan: Plan, arm: PlannedArm, variant: Variant, results: Result
 
 
 def choose_rate(plan: Plan, arm: PlannedArm, results: Results) -> Variant | None:
-    """The variant of an arm for the comparison; None until all its tuning runs have results.
+    """Choose the variant of an arm for the comparison; None until all its tuning runs have results.
 
-    It is the variant with the highest mean accuracy among those that diverged least often; in a tie, the lower rate
-    wins.
+    Among the variants with the fewest diverged runs, the highest mean accuracy wins; in a tie, the lower rate.
     """
     if len(arm.variants) == 1:
         return arm.variants[0]

@@ -1,8 +1,8 @@
 """Runs a plan in parallel: tuning first, then seed by seed over all arms, so that finished runs are paired.
 
 Only the run folders record which runs are done. So a comparison that was stopped, killed or extended continues from
-there: finished and diverged runs are results, and all other runs are started or resumed. ``Progress`` prints a line to
-standard error when a run ends, and at least every 30 seconds.
+its run folders: finished and diverged runs are results, and all other runs are started or resumed. ``Progress`` prints
+a line to standard error when a run ends, and at least every 30 seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from poise.runs.subscribers.console import duration, shorten
 
 MOST_LISTED = 4  # active runs named in a line
 SILENCE = 30.0  # seconds
-HOPELESS = 3  # if this many first runs all fail, the others would fail too
+HOPELESS = 3  # stop if this many runs fail before any run succeeds
 PAUSE = 0.25  # seconds between checks
 
 
@@ -46,7 +46,7 @@ class Status:
 
 
 class Progress:
-    """Prints the numbers of runs that are done, running and left, and the time to the end."""
+    """Prints the numbers of runs that are done, running and left, and the remaining time."""
 
     def __init__(
         self, *, quiet: bool = False, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -61,7 +61,7 @@ class Progress:
             print(visible(text), file=self._file, flush=True)
 
     def ended(self, run: PlannedRun, result: RunResult | None, why: str, status: Status) -> None:
-        """Print how a run has ended: its result, or the reason ``why`` it has none."""
+        """Print how a run ended: its result, or the reason ``why`` it has no result."""
         self.note(f"{status} {run.name}: {_ending(result, why)}")
 
     def update(self, status: Status) -> None:
@@ -83,7 +83,7 @@ def _ending(result: RunResult | None, why: str) -> str:
 
 
 def _stage(run: PlannedRun) -> str:
-    """The stage of a run."""
+    """What an active run is doing: measuring accuracy before training, or its training step."""
     if shared_start.is_measuring(run):
         return "accuracy before training"
     try:
@@ -144,7 +144,7 @@ class Runner:
     def run(self, interrupted: Callable[[], bool]) -> None:
         """Train all runs without a result. When ``interrupted()`` is true, runs finish their step, save and stop."""
         stopping = False
-        (self.plan.folder / "failures.json").unlink(missing_ok=True)  # of the last command: failed runs are tried again
+        (self.plan.folder / "failures.json").unlink(missing_ok=True)  # from the last command; failed runs are retried
         for planned in filter(None, self.runs()):
             if self.result(planned.folder) is not None:
                 self._remove_checkpoints(planned.folder)
@@ -166,7 +166,7 @@ class Runner:
             self.processes.close()
 
     def _next(self) -> PlannedRun | None:
-        """The next run to start; None if no run or no time is left, or if all must wait."""
+        """The next run to start; None if no run or no time is left, or if every run must wait."""
         active = {each.run.folder for each in self._running.values()}
 
         def is_open(run: PlannedRun) -> bool:
@@ -175,7 +175,7 @@ class Runner:
 
         for runs in self._rounds():
             if waiting := [run for run in runs if is_open(run)]:
-                started = len(waiting) < len(runs)  # a round that has started is finished, if there is time
+                started = len(waiting) < len(runs)  # a round that has started is finished unless time is already up
                 if self._too_late([] if started else waiting):
                     return None
                 return self._first_ready(waiting)
@@ -188,7 +188,7 @@ class Runner:
             yield [self.plan.run(arm, variant, seed) for arm in self.plan.arms if (variant := self.variant_of(arm))]
 
     def _first_ready(self, runs: Sequence[PlannedRun]) -> PlannedRun | None:
-        """The first of these runs that does not have to wait for another run's accuracy before training."""
+        """The first run that need not wait for another run's accuracy before training; None if all must wait."""
         measuring = [each.run for each in self._running.values() if shared_start.is_measuring(each.run)]
         for run in runs:
             if not any(shared_start.same_start(run, other) for other in measuring) or self._before(run) is not None:

@@ -1,4 +1,4 @@
-"""The settings of the comparison itself. All other settings are settings of its runs."""
+"""The settings of the comparison itself. All other settings belong to its runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGER = 2.0  # the baseline's steps in multiples of the others', if speed is me
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
-    """The seeds, given by their number, or by the first and the last seed."""
+    """Parse the number of seeds, or a range such as ``20-29``."""
     if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\s*-\s*(\d+)", value)):
         first, last = int(match[1]), int(match[2])
         if last < TUNING and 1 <= last - first < MOST_SEEDS:
@@ -27,7 +27,7 @@ def _seeds(value: Any) -> tuple[int, ...]:
     elif type(value) is int and 2 <= value <= MOST_SEEDS:
         return tuple(range(value))
     if value == 1:
-        raise ValueError("one seed cannot tell a difference from chance; use at least 2, better 10")
+        raise ValueError("one seed cannot tell a difference from chance; use at least 2, ideally 10")
     raise ValueError(
         f"must be a number of seeds from 2 to {MOST_SEEDS}, or the first and the last seed, such as 20-29, below "
         f"{TUNING} (where tuning seeds begin)"
@@ -76,7 +76,7 @@ class Settings(Group):
 
 
 def validated(document: Document) -> Settings:
-    """The settings in a document without other keys. Raises ConfigError with a line for each problem."""
+    """Validate a document that has only these settings. Raises ConfigError with a line for each problem."""
     try:
         return Settings.model_validate(document)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""The accuracy before training, which runs with the same start measure only once.
+"""The accuracy before training: runs with the same start measure it only once.
 
-It depends on the settings in ``START``, not on a run's seed or method. It also depends on the machine, because another
-device, number of threads or version of torch rounds differently.
+This accuracy depends on the settings in ``START``, not on a run's seed or method. It also depends on the machine,
+because another device, number of threads or version of torch rounds differently.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def holm(p: Sequence[float]) -> list[float]:
 def _flips(d_RN: Floats) -> tuple[Floats, Floats]:
     """The sum and the number of the flipped differences, for every flip except the identity.
 
-    A flip and its opposite give means of the same size, so the first difference is never flipped.
+    The means of a flip and its opposite differ only in sign, so the first difference is never flipped.
     """
     n = d_RN.shape[1]
     if n > EXACT:

@@ -24,13 +24,13 @@ FLAT = 0.1  # if the baseline gains less than this share of its whole gain after
 
 
 class Curve(NamedTuple):
-    """A curve of accuracy over steps that never falls."""
+    """A non-decreasing curve of accuracy over steps."""
 
     steps: Floats
     scores: Floats
 
     def at(self, step: float) -> float:
-        """The accuracy after a step. Beyond an end of the curve, the accuracy at this end."""
+        """The accuracy after a step. Outside the curve, the accuracy at its nearer end."""
         return float(np.interp(step, self.steps, self.scores))
 
     def step_of(self, score: float, near: float) -> float:
@@ -48,7 +48,7 @@ class Curve(NamedTuple):
 
 
 def rising(points: Iterable[tuple[float, float]]) -> Curve:
-    """The monotone curve nearest to these points (step, accuracy)."""
+    """Fit the nearest non-decreasing curve to points (step, accuracy)."""
     from scipy.optimize import isotonic_regression
 
     steps, scores = zip(*sorted(points), strict=True)
@@ -56,7 +56,7 @@ def rising(points: Iterable[tuple[float, float]]) -> Curve:
 
 
 def speed_factor(score: float, steps: float, baseline: Curve) -> float:
-    """The speed of an arm with this accuracy after these steps, relative to the baseline."""
+    """The speed, relative to the baseline, of an arm that reaches ``score`` after ``steps`` steps."""
     first, last = baseline.steps[:2][-1], baseline.steps[-1]
     return float(min(max(baseline.step_of(score, steps), first), last) / steps)
 
@@ -69,7 +69,7 @@ class Speeds(NamedTuple):
 
 
 def speeds(arm: Arm, baseline: Arm, score: str, cut: int) -> Speeds:
-    """The speed factors of an arm at the cut, for the seeds that both have."""
+    """The speed factors of an arm at the cut, for the seeds that arm and baseline share."""
     end = max((run.steps for run in baseline.runs.values()), default=0)
     factors, beyond = {}, []
     for seed in sorted(arm.results(score).keys() & baseline.results(score).keys()):
@@ -83,7 +83,7 @@ def speeds(arm: Arm, baseline: Arm, score: str, cut: int) -> Speeds:
 
 
 def is_flat(baseline: Arm, score: str, cut: int) -> bool:
-    """Whether the baseline runs beyond the cut and hardly rises there, on average over seeds."""
+    """Whether the baseline runs beyond the cut but hardly improves there, averaged over seeds."""
     end, at_cut = baseline.results(score), baseline.until(cut).results(score)
     if not end or all(baseline.runs[seed].steps <= cut for seed in end):
         return False

@@ -23,7 +23,7 @@ _SIMULATED = 12  # up to this many seeds the detectable effect is simulated; bey
 
 @dataclass(frozen=True)
 class Difference:
-    """The differences of an arm to the baseline, over the seeds that both have."""
+    """The differences of an arm to the baseline, for the seeds that both have."""
 
     seeds: tuple[int, ...]
     values: tuple[float, ...]  # one per seed

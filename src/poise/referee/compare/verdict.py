@@ -59,7 +59,7 @@ def _idle(arm: Mapping[str, Any]) -> bool:
 
 
 def _look_caution(looks: Sequence[int]) -> list[str]:
-    """A caution if results were seen before: if each of k tests errs in 5 %, some test errs in at most k · 5 %."""
+    """A caution if results were seen before: if each of k tests errs in 5 %, any test errs in at most k · 5 %."""
     if len(looks) < 2:
         return []
     before, bound = ", ".join(map(str, looks[:-1])), 100 * min(1.0, len(looks) * (1 - LEVEL))
@@ -125,13 +125,13 @@ def speed_sentences(arm: Mapping[str, Any], document: Mapping[str, Any]) -> Iter
     word = ("faster" if speed["mean"] > 1 else "slower") if significant else "no significant difference"
     yield f"{sentence}: {word}{_within(speed, document['margin'])} (p {_p(speed['p_adjusted'])})."
     if significant and speed["mean"] > 1 and speed["end"] and speed["end"]["interval"]:
-        outcome = "it ends higher" if speed["end"]["interval"][0] > 0 else "that it ends higher is not shown"
+        outcome = "it ends higher" if speed["end"]["interval"][0] > 0 else "it is not shown to end higher"
         ahead = _difference_text(speed["end"])
         yield f"{arm['name']}: {ahead} against {base} after {document['end']} steps: {outcome}."
 
 
 def _within(speed: Mapping[str, Any], margin: float | None) -> str:
-    """Text: whether the interval lies within the margin of equal speed."""
+    """Words for a sentence: whether the interval lies within the margin of equal speed; may be empty."""
     if margin is None or not speed["interval"]:
         return ""
     low, high = speed["interval"]
