@@ -461,7 +461,7 @@ def test_rewards_of_other_responses_are_not_those_of_the_batch(tmp_path):
     assert seen[-1] is None
     mine.needs = {"rewards"}
     with pytest.raises(
-        CannotRegulateError, match=r"needs rewards, but TRL scored other .*: Replaying replaces responses"
+        CannotRegulateError, match=r"needs rewards, but the batch's .* TRL scored: Replaying replaces responses"
     ):
         rollouts(build(tmp_path, mine, kind=Replaying))
     with pytest.raises(CannotRegulateError, match="nthr needs correct, but TRL scored other responses"):

@@ -114,12 +114,12 @@ def bounded(self, model, inputs):
 BROKEN = {
     sequence_level: "not in proportion to its own advantage, or depends on other tokens' advantages",
     mean_advantage: "not in proportion",
-    normalised: "not in proportion|comes? as",
+    normalised: "not in proportion|are passed as",
     signs: "not in proportion",
     kl_beside_advantages: "not in proportion",
     responses_only: r"fails on advantages of shape \(B, T\), with RuntimeError|changes when",
     no_advantages: "does not depend on the advantages",
-    own_forward: "not take its log-probabilities from self._get_per_token_logps_and_entropies",
+    own_forward: "not get its log-probabilities from self._get_per_token_logps_and_entropies",
 }
 
 

@@ -104,10 +104,10 @@ def mine(batch):
     ("method", "base", "message"),
     [
         ("lopti", "vanilla", r"has 2 phases.*trainer_mode=poise_sync \+trainer.v1.poise_sync.regulator=\"'lopti'\""),
-        ("ar | entropy", "vanilla", "has TopEntropy in it"),
-        ("nthr", "vanilla", "has NTHR in it"),
+        ("ar | entropy", "vanilla", "contains TopEntropy"),
+        ("nthr", "vanilla", "contains NTHR"),
         ("blame", "vanilla", "blame needs entropy, but a policy loss sees"),
-        (f"{__name__}.mine", "vanilla", "has Function in it"),
+        (f"{__name__}.mine", "vanilla", "contains Function"),
         ("tr-grpo", "vanilla", r"tr-grpo\(kl_weighted=False\)"),
         ("ar", "geo_mean", "try 'vanilla'"),
         ("ar", "poise", "one of verl's"),
