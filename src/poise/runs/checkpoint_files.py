@@ -51,7 +51,7 @@ class CheckpointFiles:
 
     @cached_property
     def _origin(self) -> dict[str, Any]:
-        """Identifies this run's checkpoints: the seed and the fixed settings, as JSON values."""
+        """The seed and the fixed settings as JSON values; they identify this run's checkpoints."""
         config = self.run.config
         fixed = {key: value for key, value in dotted(config) if key not in CHANGEABLE}
         return {"seed": config.get("seed"), "settings": loads(dumps(fixed))}

@@ -134,7 +134,7 @@ def _scored(
 
 
 def _sampled(trajectories: Sequence[Trajectory], device: torch.device) -> TokenBatch:
-    """The batch of the trajectories as sampled, with advantages of 0."""
+    """Build the batch of the trajectories as sampled, with advantages of 0."""
 
     def or_else(values: Sequence[Tensor | None], others: Sequence[Tensor]) -> list[Tensor]:
         return [other if value is None else value for value, other in zip(values, others, strict=True)]
@@ -184,7 +184,7 @@ def _reward_dtype(rewards: Sequence[float], groups: Sequence[int]) -> torch.dtyp
 
 
 def group_numbers(groups: Sequence[Hashable]) -> list[int]:
-    """An integer per row: equal for rows of the same group, unique for a row without a group."""
+    """Return one integer per row: equal for rows of the same group, unique for a row without a group."""
     numbers: dict[Hashable, int] = {}
     return [
         numbers.setdefault(("alone", row) if group is None else ("group", group), len(numbers))

@@ -49,7 +49,7 @@ ROUNDING = 0.01  # how far rounding in half precision may move a response's rati
 
 @dataclass(eq=False)
 class Components:
-    """The components of a run."""
+    """All objects that the trainer of a run needs."""
 
     policy: Policy
     algorithm: Algorithm

@@ -20,7 +20,7 @@ GPU_RESPONSES = 1024  # on a GPU, a call may have this many responses: a GPU dec
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of all problems, from sampling and from greedy decoding."""
+    """The results of all held-out problems, with sampling and with greedy decoding."""
 
     task: str
     samples: int

@@ -1,7 +1,7 @@
 """Frozen models: the reference of the KL term, and the models that an algorithm asks for.
 
 An algorithm names its models in ``models``, a dict from names to sources; ``sampler.others`` then has a sampler for
-each. A source is ``"start"`` (the weights that the run starts with) or a model as in ``model=``. The KL term and the
+each model. A source is ``"start"`` (the run's starting weights) or a model as in ``model=``. The KL term and the
 algorithm share one copy of the starting weights. With LoRA there is no copy: poise uses the policy's model with its
 adapter disabled. A frozen model has no gradients, and is neither in the optimizer nor in a checkpoint.
 """

@@ -122,12 +122,12 @@ def backward(
     if not active_rows:
         return None
     norm = normalizer(batch, settings) if divisor is None else divisor
-    whole: Survey | None = None  # what the surrogate needs from the whole mini-batch
+    whole: Survey | None = None  # the surrogate's survey of the whole mini-batch
     if settings.rule.surveyed:
         whole = survey(score_all(policy, batch, plan.temperature, plan.micro_tokens)[0], batch, settings)
 
     def run(rows: list[int]) -> Metrics:
-        """One pass: add these rows' part of the gradient, and return their part of the metrics."""
+        """Run one pass: add these rows' contribution to the gradient, and return their contribution to the metrics."""
         part, tokens_N = batch.rows(rows), send(active_BT[rows].flatten().nonzero()[:, 0], batch.mask.device)
         loss, metrics = policy_loss(
             policy.hidden(part, tokens_N),

@@ -1,4 +1,4 @@
-"""The settings of a run: recipes, overrides, checks and error messages."""
+"""A run's settings: recipes, overrides, checks and error messages."""
 
 from poise.training.config.documents import ConfigError, recipes
 from poise.training.config.schema import Config, dump, load, restore

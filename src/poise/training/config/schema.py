@@ -199,7 +199,7 @@ class Config(Group):
         return algorithms.get(self.algorithm, self.group)
 
     def build_advantage(self) -> Estimate:
-        """Build the estimate of advantages."""
+        """Build the advantage estimate."""
         from poise import advantages
 
         return advantages.get(self.advantage)
