@@ -45,7 +45,7 @@ def read_call(text: str, whole: str | None = None) -> tuple[str, list[Any], dict
 
 
 class _NoLiteralError(ValueError):
-    """The value is not a literal; the message says what is allowed."""
+    """A value that is not a literal. The message says what is allowed."""
 
 
 def _literal(node: ast.expr, source: str, setting: str = "") -> Any:

@@ -56,9 +56,9 @@ def free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def planned(held: int) -> Iterator[None]:
-    """Within this context, memory decisions do not depend on the memory that is free now.
+    """Within this context, memory decisions depend on the run's settings, not on the memory that is free now.
 
-    They depend on ``held``, the bytes that the run holds by its settings.
+    ``held`` is the number of bytes that the run holds by its settings.
     """
     global _held
     before, _held = _held, held
@@ -100,7 +100,7 @@ def keep_freed_memory() -> bool:
 def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``rows.cumsum(-1)`` for (n, V), also in torch's deterministic mode, which refuses ``cumsum`` on CUDA.
 
-    CUDA sums a single long row in varying order but several rows in a fixed order, so a single row is summed twice.
+    CUDA sums a single long row in varying order but several rows in a fixed order, so a single row is passed as two.
     """
     if not torch.are_deterministic_algorithms_enabled():
         return rows.cumsum(-1, dtype=dtype)

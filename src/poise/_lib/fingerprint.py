@@ -154,7 +154,7 @@ def _imports(file: Path, source: bytes, search_path: Iterable[Path]) -> Iterator
 def _file(module: ModuleType | None) -> Path | None:
     """The module's Python file. None if the module has no file or is the running script.
 
-    The script's file also contains the settings.
+    The running script is excluded because its file also contains the settings.
     """
     name = getattr(module, "__file__", None)
     runs = getattr(module, "__name__", None) == "__main__"

@@ -105,7 +105,7 @@ def named_in(settings: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def missing(settings: Mapping[str, Any]) -> str | None:
-    """The objects that the settings name but the user did not pass, for a message; None if there are none."""
+    """For a message: the objects that the settings name but the user did not pass. None if there are none."""
     lacking = {argument: [name for name in names if not known(name)] for argument, names in named_in(settings).items()}
     if not any(lacking.values()):
         return None

@@ -107,7 +107,10 @@ def untrusted(source: str, typed: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def check_trusted(what: str, path: str | None = None) -> None:
-    """Within ``untrusted``, raise unless the user typed ``path``; ``what`` is the setting that asks for code."""
+    """Within ``untrusted``, raise UntrustedError unless the user typed ``path``.
+
+    ``what`` is the setting that asks for code.
+    """
     settings = _UNTRUSTED.get()
     if settings is not None and path not in settings.consent:
         raise UntrustedError(
@@ -155,7 +158,7 @@ def code_of(settings: Mapping[str, Any]) -> Code:
 
 
 def edited(before: Code, now: Code) -> list[str]:
-    """The names of the files and Python objects that differ."""
+    """The names of the files and Python objects whose hashes differ."""
     pairs = [(path, before.get(path, {}), now.get(path, {})) for path in {**before, **now}]
     return sorted(
         {

@@ -108,7 +108,7 @@ def measure(model: Any, prompt: int, response: int, group: int) -> Activations |
 
 
 class _Counter:
-    """Counts the bytes that autograd keeps inside the layers that can be checkpointed, and outside."""
+    """Counts the bytes that autograd keeps inside and outside the layers that can be checkpointed."""
 
     def __init__(self, trunk: nn.Module) -> None:
         self.layers = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -33,13 +33,16 @@ def with_revision(name: str, revision: str | None) -> str:
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """The name of a model and its revision, if it has one. A folder's name may contain an @; a hub id does not."""
+    """Split a name into the model's name and its revision, if it has one.
+
+    A folder's name may contain an @; a hub id does not.
+    """
     hub_id, at, revision = name.partition("@")
     return (hub_id, revision) if at and revision and not expand(name).exists() else (name, None)
 
 
 def locate(name: str) -> str:
-    """Return the model's folder or hub id. A run means the model of its newest checkpoint."""
+    """Return the model's folder or hub id; for a run, the folder of its newest checkpoint's model."""
     if name in SHIPPED:
         return str(SHIPPED[name])
     if live.is_name(name):  # a loaded model

@@ -32,7 +32,7 @@ _DATE = [datetime.now()]  # the date in all prompts of a process or a run: it do
 
 
 class PromptError(ValueError):
-    """Text that cannot be encoded as plain text."""
+    """A message that cannot be encoded as plain text."""
 
 
 def encode(
