@@ -1,7 +1,7 @@
 // The whole page: tabs, keyboard, and updates while a run is training.
 
 const VIEWS = { result, curves, dominance: figures, responses: viewer, settings: { view: settings } };
-const POLL_EVERY = 2000; // ms between two requests for news of a run
+const POLL_EVERY = 2000; // ms between two polls for updates of a run
 
 function tabs() {
   const [figured, trained] = [data.runs.some((run) => run.diagnose), data.runs.some((run) => run.steps.length || run.before || run.warnings.length)];
@@ -22,7 +22,7 @@ function open(address) {
   if (focus) document.getElementById(focus)?.focus({ preventScroll: true });
 }
 
-// Puts what is shown into the page's address.
+// Stores the open tab and response in the page's address.
 function goTo(address) {
   try {
     if (location.hash.slice(1) !== address) history.replaceState(null, "", `#${address}`);
@@ -41,7 +41,7 @@ function turn(event) {
   document.getElementById(`tab-${next}`).focus();
 }
 
-// What keeps runs from learning, with what to do about it: on the first page.
+// For the first page: what keeps runs from learning, and what to do about it.
 function warnings() {
   const lines = data.runs.flatMap((run) => (run.warnings || []).map(({ step, what, remedy }) => el("li", {},
     `${data.runs.length > 1 ? `${run.name}: ` : ""}${what}${step ? ` (after step ${step})` : ""} `, el("span", { class: "remedy" }, remedy))));

@@ -1,6 +1,6 @@
-// One chart of curves. The charts of a page share a group: what they are drawn over, one crosshair and one zoom.
+// One chart of curves. The charts of a page share a group: x axis, crosshair and zoom.
 
-// What a page's charts have in common. `hidden` has the keys of lines that the reader has switched off.
+// The shared state of a page's charts. `hidden` has the keys of lines that the reader has hidden.
 class Group {
   constructor() { Object.assign(this, { charts: [], range: null, smooth: 0, log: { x: false, y: false }, hidden: new Set() }); }
   draw() { for (const chart of this.charts) chart.draw(); }
@@ -13,7 +13,7 @@ class Group {
   }
 }
 
-// From a value to its place between two ends, and back. A logarithmic one takes values above 0 alone.
+// Maps a value to a position between two ends, and back. A logarithmic axis needs values above 0.
 function axis(low, high, log, from, to) {
   const f = log ? Math.log10 : (v) => v, a = f(low), b = f(high) === a ? a + 1 : f(high);
   return {
@@ -23,7 +23,7 @@ function axis(low, high, log, from, to) {
   };
 }
 
-// Ticks of a logarithmic axis: powers of ten, with 2 and 5 between them where there is room; of a short one, as of any other.
+// Ticks of a logarithmic axis: powers of ten, with 2 and 5 between them if there is room; a short axis has linear ticks.
 function powers(low, high) {
   const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
   const steps = last - first > 3 ? [1] : [1, 2, 5], every = Math.ceil((last - first) / 6);
@@ -32,13 +32,13 @@ function powers(low, high) {
   return found.length > 1 ? found : ticks(low, high);
 }
 
-// An exponential moving average that begins without a bias towards 0.
+// An exponential moving average without the initial bias towards 0.
 function smoothed(points, weight) {
   let sum = 0, all = 0;
   return points.map(([x, y]) => { sum = weight * sum + (1 - weight) * y; all = weight * all + (1 - weight); return [x, sum / all]; });
 }
 
-// A line has a key, a label, a colour, a dash, and points; perhaps whiskers [x, low, high], and a floor that its axis begins with.
+// A line has a key, a label, a colour, a dash, and points; optionally whiskers [x, low, high], and a floor where its axis begins.
 class Chart {
   constructor(lines, group, { width = 330, height = 170 } = {}) {
     Object.assign(this, { lines, group, width, height, right: width - 8, bottom: height - 28 });
@@ -135,7 +135,7 @@ class Chart {
     for (const [name, value] of [["x", a], ["width", b - a], ["visibility", "visible"]]) this.band.setAttribute(name, value);
   }
 
-  // Shows the values at a place on the axis in the legend; without one, the last values.
+  // Shows the values at a position on the axis in the legend; without a position, the last values.
   point(x) {
     const near = (points) => (x === null ? points.length - 1
       : points.reduce((best, p, i) => (Math.abs(p[0] - x) < Math.abs(points[best][0] - x) ? i : best), 0));

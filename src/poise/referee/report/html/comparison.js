@@ -1,4 +1,4 @@
-// The page of `poise compare`: verdict, forest plot, curves with bands, tables. Scores are shown in points of a hundred.
+// The page of `poise compare`: verdict, forest plot, curves with bands, tables. Scores are shown in percentage points.
 
 const comparison = JSON.parse(document.getElementById("data").textContent);
 const baseline = comparison.arms.find((arm) => arm.name === comparison.baseline);
@@ -11,7 +11,7 @@ const signed = (value) => (known(value) ? `${value >= 0.0005 ? "+" : ""}${(Math.
 const range = (ends, show) => (ends ? ` [${show(ends[0])}, ${show(ends[1])}]` : "");
 const chance = (p) => (p < 0.001 ? "< 0.001" : String(Number(p.toPrecision(2))));
 const power = (value) => (known(value) ? value.toExponential(2) : "–");
-const rate = (value) => (value < 0.01 ? Number(value.toPrecision(6)).toExponential() : String(value)); // as it is typed: 1e-4
+const rate = (value) => (value < 0.01 ? Number(value.toPrecision(6)).toExponential() : String(value)); // as a user types it: 1e-4
 const shade = (arm) => colour(comparison.arms.indexOf(arm));
 
 // One row for each arm: its difference to the baseline with the interval. Dashes mark the smallest detectable difference.
@@ -46,7 +46,7 @@ function forest() {
     svg("text", { x: 400, y: bottom + 31, "text-anchor": "middle" }, `points against ${baseline.name}`));
 }
 
-// What the forest plot draws, and nothing else.
+// The forest plot's caption: it explains only what the plot shows.
 function caption() {
   const drawn = rivals.map((arm) => arm.difference).filter((d) => known(d.mean));
   const intervals = drawn.filter((d) => d.interval);

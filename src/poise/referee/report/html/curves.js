@@ -1,8 +1,8 @@
-// Curves over steps, sampled tokens or seconds. All of them share the axis, one crosshair and one zoom.
+// Curves over steps, sampled tokens or seconds. All curves share the axis, the crosshair and the zoom.
 
 const curves = Object.assign(new Group(), {
-  x: null, // what they are drawn over; null: as the report was written
-  find: "", every: false, // metrics that are asked for by name, and all of them
+  x: null, // the x axis; null: the default of the report
+  find: "", every: false, // the searched metric name, and whether to show all metrics
 
   view() {
     this.x ??= data.x;
@@ -28,7 +28,7 @@ const curves = Object.assign(new Group(), {
     ];
   },
 
-  // Draws the charts that are asked for.
+  // Draws the requested charts.
   fill() {
     this.charts = [];
     const groups = this.groups();
@@ -42,18 +42,18 @@ const curves = Object.assign(new Group(), {
   measured(axis) { return data.runs.some((run) => run.x[axis]?.length); },
   over(axis) { this.x = axis; this.range = null; open("curves"); },
 
-  // All metrics of all runs, one row a step.
+  // All metrics of all runs, one row per step.
   rows() {
     const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].sort();
     return [["run", "step", ...keys], ...data.runs.flatMap((run) => run.steps.map((step, i) => [run.name, step, ...keys.map((key) => run.metrics[key]?.[i])]))];
   },
 
-  // The charts in order, each with its title and its metrics. Charts without data are left out.
+  // The charts in order, each with its title and its metrics. Charts without data are omitted.
   groups() {
     const one = (name) => (key) => key === name;
     const like = (pattern) => (key) => pattern.test(key);
     const all = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))];
-    const several = (pattern) => (key) => pattern.test(key) && all.filter(like(pattern)).length > 1; // one difficulty only repeats the whole
+    const several = (pattern) => (key) => pattern.test(key) && all.filter(like(pattern)).length > 1; // a single difficulty would repeat the overall curve
     const wanted = [
       ["Reward", one("reward/mean"), "mean over the step's responses"],
       ["Accuracy in training", like(/^reward\/accuracy$/)],
@@ -95,7 +95,7 @@ const curves = Object.assign(new Group(), {
   },
 });
 
-// The places of a metric on an axis. A divergence that is only rounding, such as 2e-13, is drawn as 0.
+// The points of a metric's curve. A divergence that is only rounding, such as 2e-13, is drawn as 0.
 const plain = (key, value) => (/^optim\/(drift|kl)$/.test(key) && Math.abs(value) < 1e-9 ? 0 : value);
 const points = (run, key, axis) => (run.x[axis] || []).map((x, i) => [x, plain(key, (run.metrics[key] || [])[i])]).filter((point) => point.every(Number.isFinite));
 

@@ -1,4 +1,4 @@
-// Reads the page's data: from elements of this file, or from the server that sent the page.
+// Reads the page's data from elements of this file or from the server that sent the page.
 
 const LIVE = document.documentElement.dataset.live === "true";
 const CACHED = 200; // decoded responses to keep
@@ -43,7 +43,7 @@ const data = {
   },
 };
 
-// The server's answer. If the server reports a problem, an Error with its message.
+// The server's answer. Throws an Error with the server's message if the server reports a problem.
 async function ask(path) {
   const answer = await fetch(path);
   if (!answer.ok) throw new Error((await answer.text()).trim(), { cause: "server" });
@@ -66,7 +66,7 @@ function unpack(bytes, run, count) {
     at += 4 * count;
   }
   block.text = response;
-  block.environment = new Map(environment ? JSON.parse(environment) : []); // after how many tokens, what was said
+  block.environment = new Map(environment ? JSON.parse(environment) : []); // number of tokens before a message -> the message
   block.length = count;
   block.words = Array.from(block.id, (i) => run.words[i]);
   block.weights = Object.keys(block).filter((name) => name.startsWith("weight/"));

@@ -1,4 +1,4 @@
-// Small tools: elements, numbers, the tooltip, the theme. Text is only ever set as text, and all its characters are visible.
+// Small tools: elements, numbers, the tooltip, the theme. Text is never parsed as HTML, and all characters are visible.
 
 const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
 const DASHES = ["", "5 3", "2 3", "8 3 2 3", "1 4", "9 5"];
@@ -34,14 +34,13 @@ const exactly = (value) => (value === undefined || Number.isNaN(value) ? "–" :
 const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.0995 && value > -0.0995 ? 1 : 0)} %`);
 
 // Replaces invisible characters by a visible escape: control and format characters, lone surrogates, unassigned code
-// points, and those that fonts leave out (variation selectors, fillers, tags). `el` and `svg` do this to every text.
+// points, and characters without a glyph (variation selectors, fillers, tags). `el` and `svg` do this to every text.
 const HIDDEN = /[\p{C}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]/gu;
 const escaped = (code) => (code > 0xffff ? `\\U${code.toString(16).padStart(8, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`);
 const visible = (text) => text.replace(HIDDEN, (c) => (c === "\t" || c === "\n" ? c : escaped(c.codePointAt(0))));
 
-// The tooltip. It stands beside the text or figure that it is about, so that it covers no neighbours; where there is no
-// room beside it, at the edge of the window that is farther away. What was closed with Escape stays closed until one
-// points at something else.
+// The tooltip. It appears next to the text or figure that it explains, so that it covers no neighbours; without room
+// there, at the farther edge of the window. After Escape it stays closed until the reader points at something else.
 const tip = {
   about: null, closed: null,
   show(event, ...content) {
@@ -79,21 +78,21 @@ function ticks(low, high, about = 4) {
 }
 
 // Room for the labels on the left of a figure, and a label below it: both stay inside, however long they are.
-const WIDE = 6.4; // pixels of a character, at most
+const WIDE = 6.4; // the most pixels that a character needs
 const margin = (labels) => Math.max(40, 10 + WIDE * Math.max(0, ...labels.map((label) => label.length)));
 function upright(x, y, label, width) {
   const half = (WIDE * String(label).length) / 2;
   return svg("text", { x: Math.max(half, Math.min(x, width - half)), y, "text-anchor": "middle" }, label);
 }
 
-// A line's mark in a legend, dashed as the line is.
+// A line's mark in a legend, with the line's dashes.
 function mark(shade, dash = "") {
   let at = 0;
   const stops = dash.split(" ").filter(Boolean).map((length, i) => `${i % 2 ? "transparent" : shade} ${at}px ${at += Number(length)}px`);
   return el("i", { class: dash && "dashed", style: { background: dash ? `repeating-linear-gradient(90deg, ${stops.join(", ")})` : shade } });
 }
 
-// Rows as comma-separated values, for the reader to keep. A text that a spreadsheet would take for a formula is made none.
+// Downloads rows as comma-separated values. Text that a spreadsheet would read as a formula is escaped.
 function saveTable(name, rows) {
   const cell = (value) => (value === null || value === undefined ? "" : typeof value === "number" ? String(value)
     : `"${String(value).replace(/^[=+\-@\t\r]/, "'$&").replaceAll('"', '""')}"`);
@@ -116,7 +115,7 @@ function theme(wanted) {
   try { localStorage.setItem("poise-theme", wanted); } catch { /* pages opened from disk may have no storage */ }
 }
 
-// Sets the theme that was chosen last, or the system's, and lets the button change it.
+// Sets the last chosen theme, or the system's, and lets the button change the theme.
 function useTheme() {
   let kept = null;
   try { kept = localStorage.getItem("poise-theme"); } catch { /* pages opened from disk may have no storage */ }

@@ -82,7 +82,7 @@ const figures = {
   },
 };
 
-// Grouped bars with whiskers; `line` is a reference across.
+// Grouped bars with whiskers; `line` is a horizontal reference line.
 function bars(names, series, { line = null, unit = number } = {}) {
   const values = series.flatMap((s) => s.values.flatMap((v, i) => [(v ?? 0) - (s.errors[i] ?? 0), (v ?? 0) + (s.errors[i] ?? 0)]));
   let [low, high] = extent([...values, 0, line ?? 0]);
@@ -90,7 +90,7 @@ function bars(names, series, { line = null, unit = number } = {}) {
   const y = (v) => 142 - ((v - low) / (high - low)) * 128;
   const labels = ticks(low, high).map((t) => [t, unit(t)]), left = margin(labels.map(([, label]) => label));
   const wide = (322 - left) / names.length, each = (wide * 0.78) / series.length;
-  const every = Math.ceil((WIDE * Math.max(0, ...names.map((name) => name.length)) + 4) / wide) || 1; // which names have room
+  const every = Math.ceil((WIDE * Math.max(0, ...names.map((name) => name.length)) + 4) / wide) || 1; // show every n-th name, so that names have room
   const group = (s, k) => s.values.map((v, i) => {
     if (v === null || v === undefined) return null;
     const x = left + wide * i + wide * 0.11 + each * k, e = s.errors[i];
@@ -131,7 +131,7 @@ function heat(rows, columns, values, top = null) {
   const flat = values.flat().filter((v) => v !== null);
   const full = top || most(flat);
   const left = margin(rows), wide = (330 - left) / columns.length, high = 150 / rows.length;
-  const room = (text) => WIDE * text.length <= wide; // the tooltip has what does not fit
+  const room = (text) => WIDE * text.length <= wide; // the tooltip shows text that does not fit
   return svg("svg", { viewBox: "0 0 330 175", role: "img", "aria-label": rows.map((r, i) => `${r}: ${values[i].map(number).join(", ")}`).join("; ") },
     columns.map((name, j) => room(name) && svg("text", { x: left + wide * (j + 0.5), y: 11, "text-anchor": "middle" }, name)),
     rows.map((name, i) => [svg("text", { x: left - 6, y: 18 + high * (i + 0.5) + 4, "text-anchor": "end" }, name),

@@ -1,4 +1,4 @@
-// The first page: held-out accuracy before and after training, its curve, and what was trained on what for how long.
+// The first page: held-out accuracy before and after training, its curve, and the model, task and length of training.
 
 const fixed = (value) => (Number.isFinite(value) ? value.toFixed(3) : "–");
 const interval = (row) => `[${fixed(row.low)}, ${fixed(row.high)}]`;
@@ -15,7 +15,7 @@ function duration(seconds) {
   return seconds < 60 ? `${number(seconds)} s` : h ? `${h} h ${m} min` : `${m} min ${s} s`;
 }
 
-// A measure of held-out accuracy over training: before it, in its course, and after it, with the intervals that are known.
+// A measure of held-out accuracy before, during and after training, with the known intervals.
 function heldOut(run, measure, axis) {
   if (!run.x[axis]?.length) return { points: [], whiskers: [] };
   const key = Object.keys(run.metrics).find((each) => each.startsWith("eval/") && each.endsWith(`/${measure.replace(", difficulty ", "/")}`));
@@ -58,7 +58,7 @@ const result = Object.assign(new Group(), {
       measures.includes("greedy") && el("span", { class: "muted" }, ` · greedy ${ends("greedy")}`));
   },
 
-  // Which measures rose, fell, or neither, for as many runs as one reads about.
+  // Which measures rose, fell, or did neither, for a few runs.
   learned() {
     const several = data.runs.length > 1;
     const lines = data.runs.flatMap((run) => run.learned.map((line) => el("li", {}, several && `${run.name}: `, line)));
@@ -89,7 +89,7 @@ const result = Object.assign(new Group(), {
       draw(before, 6, "var(--muted)", "var(--card)"), draw(after, 14, shade, shade));
   },
 
-  // How the accuracy was measured, of every run that differs from those before it.
+  // How the accuracy was measured, for every run that differs from the runs before it.
   conditions() {
     const said = data.runs.map((run) => {
       const found = run.after || run.before;
@@ -107,9 +107,9 @@ const result = Object.assign(new Group(), {
     return [...unlike.map((sentence) => el("p", { class: "unlike" }, sentence)), ...data.runs.flatMap((run, r) => (said[r] && said.indexOf(said[r]) === r ? el("p", {}, new Set(said).size > 1 && `${run.name}: `, said[r]) : []))];
   },
 
-  // The curves of avg@k, greedy and pass@k, beside accuracy in training (null).
+  // The curves of avg@k, greedy and pass@k, and of training accuracy (null).
   curve(measures) {
-    const several = data.runs.length > 1, crowded = data.runs.length > 3; // then there is room for one line of each
+    const several = data.runs.length > 1, crowded = data.runs.length > 3; // then there is room for only one line per run
     const shown = crowded && measures.length ? measures.slice(0, 1) : [...measures.filter((name) => !name.startsWith("maj@")), null];
     const lines = data.runs.flatMap((run, r) => shown.map((measure, k) => ({
       key: `${r} ${measure}`, colour: colour(several ? r : k), dash: measure === null ? "2 3" : several ? DASHES[[0, 1, 3, 4, 5][k % 5]] : "",
@@ -119,7 +119,7 @@ const result = Object.assign(new Group(), {
     return lines.length > 0 && this.chart(lines, { width: 560, height: 250 });
   },
 
-  // [what, of each run] without rows that no run has.
+  // [name, value of each run], without rows that no run has.
   facts() {
     const where = (run, ...keys) => keys.map((key) => run.environment?.[key]).filter((value) => value !== undefined);
     const task = (run) => {

@@ -16,22 +16,22 @@ const SHADES = {
   entropy: { of: (b, i) => b.entropy[i], middle: 0, low: 0, note: "of the distribution that the token was drawn from, in nats" },
 };
 
-// What the fields of a run allow to shade by.
-const FIELDS = { probability: ["logp"], gradient: ["logp", "advantage"] }; // another shade needs the field of its name
+// The shades that a run's fields allow.
+const FIELDS = { probability: ["logp"], gradient: ["logp", "advantage"] }; // any other shade needs the field with its name
 const recorded = (run, name) => run.fields.some((field) => field === name || field.startsWith(`${name}/`));
 const shadesOf = (run) => Object.keys(SHADES).filter((shade) => (FIELDS[shade] || [shade]).every((name) => recorded(run, name)));
 
-// Of a response, if they are known: its verdict, and other parts of a line.
+// A response's verdict, if known; and the known parts of a line, joined.
 const verdict = (row, right, wrong) => (row.correct === null ? "" : row.correct ? right : wrong);
 const joined = (...parts) => parts.filter(Boolean).join(" · ");
 
-const ROLES = new Map([["first", "first attempt"], ["second", "second attempt"]]); // others as their algorithm names them
+const ROLES = new Map([["first", "first attempt"], ["second", "second attempt"]]); // other roles keep their algorithm's name
 const roleOf = (role) => ROLES.get(role) ?? role;
 
 const viewer = {
   shade: "probability", filter: {}, shown: [], selected: null, pinned: null, token: -1, search: 0,
   folded: new Set(), // parts of a response that the reader has closed
-  wanted: null, // the response of a link, which the list is to scroll to
+  wanted: null, // the linked response, to which the list should scroll
 
   view() {
     const values = (name) => [...new Set(data.rows.map((row) => row[name]))].sort((a, b) => (a > b ? 1 : -1));
@@ -111,10 +111,10 @@ const viewer = {
     this.show();
   },
 
-  // The part of the page's address that leads back to the chosen response.
+  // The fragment of the page's address that links to the chosen response.
   address() { return this.selected ? `responses/${this.selected.run}/${this.selected.step}/${this.selected.row}` : "responses"; },
 
-  // Chooses the response of a link. Filters that may hide it are lifted.
+  // Chooses the linked response, and clears filters that may hide it.
   go(at) {
     const [run, step, row] = at, found = data.rows.find((each) => this.same(each, { run, step, row }));
     this.missing = at.length > 0 && !found;
@@ -136,7 +136,7 @@ const viewer = {
     if (this.selected) this.list.setAttribute("aria-activedescendant", `row-${this.shown.findIndex((row) => this.same(row, this.selected))}`);
   },
 
-  // What a row is to its algorithm, where rows have different roles.
+  // A row's role in its algorithm, if rows have different roles.
   role(row) { return this.roles.length > 1 && ` · ${roleOf(row.role)}`; },
 
   select(i) {
@@ -180,7 +180,7 @@ const viewer = {
     this.show();
   },
 
-  // Draws the chosen responses. The focus and the token that was reached with the arrow keys stay.
+  // Draws the chosen responses. Focus stays, also on the token that the arrow keys reached.
   async show() {
     tip.hide();
     const [pinned, selected] = [this.pinned, this.selected], wanted = [pinned, selected].filter(Boolean);
@@ -196,7 +196,7 @@ const viewer = {
 
   spans() { return [...this.panes.querySelectorAll(".pane:last-child .tokens span")]; },
 
-  // A part of a response that can be closed, and then stays closed in the next response.
+  // A section of a response that the reader can close; then it stays closed in the next response.
   fold(title, content, open = true) {
     return el("details", { open: open && !this.folded.has(title), ontoggle: (event) => this.folded[event.target.open ? "delete" : "add"](title) }, el("summary", {}, title), content);
   },
@@ -205,7 +205,7 @@ const viewer = {
     const shading = SHADES[this.shade];
     const shaded = shadesOf(data.runs[row.run]).includes(this.shade);
     const values = Array.from(block.id, (_, i) => (shaded ? shading.of(block, i) : NaN));
-    // A scale that begins below its middle, as that of weights does at 0, has room for all from there.
+    // If a scale starts below its middle, as weights do at 0, its colours reach at least to that start.
     const farthest = Math.max(most(values.map((v) => v - (shading.middle ?? 0))), shading.middle - shading.low || 0);
     const at = shading.at || ((v) => [Math.abs(v - shading.middle) / farthest, v < shading.middle ? "cool" : "warm"]);
     const spans = block.words.map((word, i) => {
@@ -239,19 +239,19 @@ const viewer = {
       this.answers(row),
       row.reward !== null && this.fold("Parts of the score", table(["part", "value"], [...Object.entries(row.parts).map(([k, v]) => [k, v]), ["reward", row.reward]])),
       Object.keys(row.notes).length > 0 && this.fold("Notes of the algorithm", table(["note", "value"], Object.entries(row.notes))),
-      this.fold("Plain text", el("pre", { class: "prompt plain" }, block.text), block.text.length < 1e5)); // a browser takes long to lay out more
+      this.fold("Plain text", el("pre", { class: "prompt plain" }, block.text), block.text.length < 1e5)); // a longer text takes long to lay out
   },
 
-  // The right answer, and the one that the verifier read in the response.
+  // The right answer, and the answer that the verifier read in the response.
   answers(row) {
     const [gold, answer] = [row.gold, row.answer].map((i) => (i === null ? null : data.texts[i]));
-    const read = answer !== null || data.rows.some((other) => other.run === row.run && other.answer !== null); // whether the task tells
+    const read = answer !== null || data.rows.some((other) => other.run === row.run && other.answer !== null); // whether the task reports it
     return (gold !== null || answer !== null) && el("dl", { class: "answers" },
       gold !== null && [el("dt", {}, "Right answer"), el("dd", { class: "gold" }, gold)],
       read && [el("dt", {}, "Answer that was read"), el("dd", {}, answer ?? el("i", { class: "muted" }, "none"))]);
   },
 
-  // The rows that one attempt led to, such as the reflection on it and the second attempt: a button for each.
+  // Buttons for the rows that belong to one attempt, such as its reflection and the second attempt.
   retry(row) {
     const key = ["run", "step", "problem"];
     const mates = data.rows.filter((other) => row.notes.attempt !== undefined && other.notes.attempt === row.notes.attempt && key.every((name) => other[name] === row[name]));
@@ -268,7 +268,7 @@ const viewer = {
     return [...rows, ["token", `${i + 1} of ${b.length}`]];
   },
 
-  // Moves to the token before or after, and shows its values.
+  // Moves to the previous or next token, and shows its values.
   step(by) {
     const spans = this.spans();
     if (!spans.length) return;
