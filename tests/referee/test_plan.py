@@ -270,7 +270,7 @@ def test_a_run_on_data_that_were_edited_since_is_refused(tmp_path):
     rows.write_text(rows.read_text().replace("3 + 1?", "4 + 0?"))
     said = refused(planned())
     assert f"the data were edited since {run.folder} was trained" in said
-    assert "move the folder away, and the same command trains this run again" in said
+    assert "move the folder away and run the command again to retrain this run" in said
 
 
 SOFTER = """

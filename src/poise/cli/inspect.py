@@ -70,7 +70,7 @@ def list_tasks(context: typer.Context) -> None:
     from poise import tasks
 
     rows = [(name, maker, ", ".join(tasks.settings_of(name))) for name, maker in tasks.TASKS.items()]
-    rows += [(f"{prefix}/NAME", maker, "those of NAME") for prefix, maker in tasks.PREFIXES.items()]
+    rows += [(f"{prefix}/NAME", maker, "the settings of NAME") for prefix, maker in tasks.PREFIXES.items()]
     width = max(len(name) for name, *_ in rows)
     for name, maker, settings in rows:
         about = (maker.__doc__ or "").strip().partition("\n")[0]

@@ -117,7 +117,7 @@ def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:
 def split_arguments(args: list[str], *, resume: bool = False) -> tuple[str | None, list[str]]:
     """Split the arguments into a recipe or None, and the settings.
 
-    With ``resume``, a run folder takes the place of the recipe; its name may contain ``=``.
+    With ``resume``, the first item is a run folder. The name of a run folder may contain ``=``.
     """
     recipes = [arg for arg in args if "=" not in arg or (resume and is_run(arg))]
     if resume and len(recipes) > 1:

@@ -1,4 +1,4 @@
-"""Claims about an arm besides its difference in accuracy: its speed, and whether a control explains its gain."""
+"""Claims about an arm, apart from its accuracy: its speed, and whether a control explains its gain."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _finish(plan: Plan, runner: Runner) -> int:
 
 
 def _analyse(plan: Plan, arms: Sequence[Arm]) -> Document:
-    """Compare the arms. For a registered plan, its own arms and seeds come first, then the exploratory results."""
+    """Compare the arms. A registered plan's arms and seeds come first, then the exploratory results."""
 
     def results(arms: Sequence[Arm], seeds: Sequence[int], looks: Sequence[int]) -> Document:
         base, margin = plan.baseline.name, plan.settings.margin

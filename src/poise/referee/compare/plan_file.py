@@ -81,7 +81,7 @@ def _check_plan(plan: Plan, earlier: Document) -> None:
     for name, saved in before.items():
         if name not in now:
             raise ConfigError(
-                f"{there} also has the arm {name!r}, and poise never drops results: name it too, {ANOTHER}"
+                f"{there} also has the arm {name!r}, and poise never drops results: include it too, {ANOTHER}"
             )
         for key, old, new in differences(saved, now[name]):
             raise ConfigError(
@@ -115,8 +115,8 @@ def _check_runs(plan: Plan) -> None:
         for key, before, now in differences(RunFolder(run.folder).config | {"run": planned["run"]}, planned):
             raise ConfigError(
                 f"the run in {run.folder} has {key} = {short(before)}, but the comparison plans {short(now)} for "
-                f"{run.name}: if its config.json was edited, undo that; otherwise move the folder away, and the "
-                "same command trains this run again"
+                f"{run.name}: if its config.json was edited, undo the edit; otherwise move the folder away, and "
+                "run the command again to retrain this run"
             )
 
 
@@ -125,8 +125,8 @@ def _check_code(plan: Plan) -> None:
     for run, code in _other_code(plan):
         raise ConfigError(
             f"{', '.join(edited(code, run.config.code))}: this code was edited since {run.folder} was trained, and one "
-            f"arm would mix both versions: restore it, {ANOTHER}; or move the folder away, and the same command trains "
-            "this run again; or accept the mix with --trust-changed"
+            f"arm would mix both versions: restore it, {ANOTHER}; or move the folder away and run the command again "
+            "to retrain this run; or accept the mix with --trust-changed"
         )
 
 
@@ -148,7 +148,7 @@ def _check_data(run: PlannedRun) -> None:
     if path.exists() and now is not None and RunFolder(run.folder).read_json(path.name) != {"fingerprint": now}:
         raise ConfigError(
             f"the data were edited since {run.folder} was trained, so new runs would have other problems: restore "
-            f"the data, {ANOTHER}; or move the folder away, and the same command trains this run again"
+            f"the data, {ANOTHER}; or move the folder away and run the command again to retrain this run"
         )
 
 

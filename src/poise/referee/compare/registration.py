@@ -42,7 +42,7 @@ def check(plan: Plan, registered: Document) -> None:
         raise ConfigError(f"{there}, and plan.json was edited since (its checksum does not match): restore the file")
     now = frozen(plan)
     if missing := [name for name in registered["arms"] if name not in now["arms"]]:
-        raise ConfigError(f"{there} with the arm {missing[0]!r}: name it too, or start another run=DIR")
+        raise ConfigError(f"{there} with the arm {missing[0]!r}: include it too, or start another run=DIR")
     if missing := [seed for seed in registered["seeds"] if seed not in now["seeds"]]:
         raise ConfigError(f"{there} with seed {missing[0]}: add seeds, do not remove any, or start another run=DIR")
     now["arms"] = {name: now["arms"][name] for name in registered["arms"]}

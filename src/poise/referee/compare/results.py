@@ -246,7 +246,7 @@ def _scores(evaluation: Mapping[str, Any]) -> dict[str, float]:
 def _costs(folder: RunFolder, responses: int, lines: Sequence[Line]) -> Iterator[Cost]:
     """The cost up to each step.
 
-    FLOP are estimated per parameter and token. Sampling takes 2, for each model. Each phase of the update takes 6 in
+    FLOP are estimated per parameter and token. Sampling costs 2, for each model. Each phase of the update costs 6 in
     rows with a gradient: 2 for the forward pass, 2 for the gradients of the layers' inputs, and 2 for the gradients of
     the weights, which LoRA does not need. Prompts, attention, adapters and evaluations do not count.
     """
@@ -270,8 +270,8 @@ def _costs(folder: RunFolder, responses: int, lines: Sequence[Line]) -> Iterator
 def _update_tokens(line: Line, sampled: float, first: float, responses: int) -> float:
     """The tokens of a step's update: the policy's sampled tokens, plus consolidated rows, which repeat second attempts.
 
-    ``first`` is the number of tokens in first attempts. The other tokens belong to reflections, whose length is a
-    metric, and to second attempts.
+    ``first`` is the number of tokens in first attempts. The other tokens belong to reflections (a metric
+    reports their length) and to second attempts.
     """
     others = (value for key, value in line.items() if key.startswith("tokens/") and key not in TOTALS)
     own = sampled - sum(value or 0.0 for value in others)

@@ -99,7 +99,7 @@ class ActiveRun:
 
     run: PlannedRun
     since: float
-    fresh: bool  # started, not resumed: its time is the time of a whole run
+    fresh: bool  # started, not resumed: its time covers the whole run
 
 
 @dataclass

@@ -65,7 +65,7 @@ class Speeds(NamedTuple):
     """An arm's speed factors by seed."""
 
     factors: dict[int, float]
-    beyond: tuple[int, ...]  # seeds whose accuracy the baseline never reaches; their factors are lower bounds
+    beyond: tuple[int, ...]  # seeds with an accuracy that the baseline never reaches; their factors are lower bounds
 
 
 def speeds(arm: Arm, baseline: Arm, score: str, cut: int) -> Speeds:

@@ -63,7 +63,7 @@ def difference(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Diffe
 
 
 def student_interval(values: Sequence[float]) -> Interval | None:
-    """Student's interval of the mean; None with fewer than three values, because two give ±13 standard errors."""
+    """Student's interval of the mean; None with fewer than three values, because two would give ±13 standard errors."""
     n = len(values)
     if n < 3:
         return None
