@@ -130,8 +130,8 @@ def test_learning_to_stop_is_named():
     grpo, ar = made_arm("grpo", 0.0), made_arm("ar", 0.1)
     document = analyse([with_lost(grpo, 0.5, 0.3), with_lost(ar, 0.5, 0.1)], "grpo")
     said = " ".join(document["verdict"])
-    assert "ar: of the difference to grpo, " in said
-    assert "ar: of the change since before training, " in said
+    assert "ar, compared with grpo: " in said
+    assert "ar, compared with before training: " in said
     assert "(50.0 → 10.0 %)" in said
     assert document["arms"][1]["scores"]["cut_off"]["before"] == pytest.approx(0.5)
     said = " ".join(analyse([with_lost(grpo, 0.1, 0.1), with_lost(ar, 0.1, 0.1)], "grpo")["verdict"])

@@ -62,13 +62,13 @@ def forecast(plan: Plan, seconds: float, jobs: int, done: int) -> str:
 
 
 def power(plan: Plan) -> str:
-    """The smallest difference that the seeds can detect, at the assumed spread."""
+    """A sentence: the smallest difference that the seeds can detect, at the assumed spread."""
     seeds, comparisons = len(plan.seeds), sum(not arm.control for arm in plan.arms) - 1
     return power_sentence(seeds, comparisons, detectable(seeds, SPREAD, comparisons), SPREAD)
 
 
 def tuning_lines(report: Sequence[dict[str, Any]]) -> list[str]:
-    """The learning rate of each arm, with the scores of all rates."""
+    """Lines with the learning rate of each arm and the scores of all rates."""
     lines = []
     for arm in report:
         if arm["chosen"] is None:

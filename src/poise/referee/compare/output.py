@@ -162,7 +162,7 @@ def _write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def picture(path_png: str | Path, document: Mapping[str, Any]) -> None:
-    """Plot the differences to the baseline with intervals, and the mean curves with bands, both in points."""
+    """Plot the differences to the baseline with intervals, and the mean curves with bands, in percentage points."""
     arms: Sequence[Mapping[str, Any]] = document["arms"]
     lines = ceil(len(arms) / COLUMNS)  # lines of the legend, which is below the curves
     figure = Figure(figsize=(11, 1.6 + 0.34 * max(6, len(arms)) + 0.22 * lines), layout="constrained")

@@ -1,11 +1,11 @@
 """The speed factor: the number of baseline steps that one step of an arm is worth.
 
-It is the number of steps after which the baseline reaches the arm's accuracy at the cut, divided by the arm's steps.
-Both curves are first made monotone (isotonic regression); between evaluations they are straight lines.
+The factor is the number of steps in which the baseline reaches the arm's accuracy at the cut, divided by the arm's
+steps. Both curves are first made monotone (isotonic regression); between evaluations they are straight lines.
 
-The baseline's curve limits the measurement. If the baseline never reaches an accuracy, it counts as reached at the end
-of the curve ("> 2" if the baseline runs twice as long); if it reaches the accuracy before its first evaluation in
-training, it counts as reached at that evaluation. Where the curve is flat, step counts are unreliable: noise of one
+The baseline's curve limits the measurement. An accuracy that the baseline never reaches counts as reached at the end of
+the curve ("> 2" if the baseline runs twice as long). An accuracy that the baseline reaches before its first evaluation
+in training counts as reached at that evaluation. Where the curve is flat, step counts are unreliable: noise of one
 point in accuracy becomes noise of many steps.
 """
 

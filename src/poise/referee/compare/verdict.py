@@ -74,7 +74,7 @@ def _all_cautions(arms: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def power_sentence(seeds: int, comparisons: int, effect: float | None, spread: float) -> str:
-    """The smallest difference that this number of seeds can detect."""
+    """A sentence: the smallest difference that this number of seeds can detect."""
     if effect is None or not isfinite(effect):
         needed = seeds_needed(comparisons)
         return f"{seeds} seeds cannot show a significant difference; {needed} can (comparisons: {comparisons})."
@@ -113,7 +113,7 @@ def base_words(document: Mapping[str, Any]) -> str:
 
 
 def speed_sentences(arm: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
-    """An arm's speed; if it is faster, also whether it ends higher than the longer-running baseline."""
+    """Sentences about an arm's speed and, if the arm is faster, whether it ends above the longer baseline run."""
     speed, base = arm["speed"], document["baseline"]
     if speed is None or not speed["seeds"]:
         return
@@ -186,7 +186,7 @@ def _condition_cautions(arm: Mapping[str, Any], base: Mapping[str, Any]) -> Iter
         yield f"{arm['name']} was measured after {own} steps, {base['name']} after {other}."
     lost = _lost(base, "mean"), _lost(arm, "mean")
     if _significant(arm["difference"]) and (part := much(base["accuracy"], arm["accuracy"], *lost)):
-        yield f"{arm['name']}: of the difference to {base['name']}, {part}."
+        yield f"{arm['name']}, compared with {base['name']}: {part}."
 
 
 def span(values: Sequence[int]) -> str:
@@ -203,7 +203,7 @@ def _cautions(arm: Mapping[str, Any]) -> Iterator[str]:
     name, done, missing = arm["name"], len(arm["seeds"]), len(arm["missing"])
     changed = done and arm["before"] is not None and abs(arm["accuracy"] - arm["before"]) >= CHANGE
     if changed and (part := much(arm["before"], arm["accuracy"], _lost(arm, "before"), _lost(arm, "mean"))):
-        yield f"{name}: of the change since before training, {part}."
+        yield f"{name}, compared with before training: {part}."
     if arm["unsealed"]:
         yield f"{name}: {arm['unsealed']} of {done} results have no checksum, so a changed number would not show."
     if diverged := len(arm["diverged"]):
