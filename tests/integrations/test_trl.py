@@ -464,7 +464,7 @@ def test_rewards_of_other_responses_are_not_those_of_the_batch(tmp_path):
         CannotRegulateError, match=r"needs rewards, but the batch's .* TRL scored: Replaying replaces responses"
     ):
         rollouts(build(tmp_path, mine, kind=Replaying))
-    with pytest.raises(CannotRegulateError, match="nthr needs correct, but TRL scored other responses"):
+    with pytest.raises(CannotRegulateError, match="nthr needs correct, but the batch's responses are not"):
         rollouts(build(tmp_path, "nthr", correct="spread", kind=Replaying))
 
 
