@@ -243,7 +243,7 @@ def test_a_run_with_other_settings_than_planned_is_refused(tmp_path):
     edit(runs[3].folder, optim=plan.arms[1].variants[0].config.optim.model_dump(mode="json") | {"lr": 0.5})
     said = refused(plan)
     assert f"the run in {runs[3].folder} has optim.lr = 0.5, but the comparison plans 0.0002 for ar, seed 1" in said
-    assert "if its config.json was edited, undo that; otherwise move the folder away" in said
+    assert "if its config.json was edited, undo the edit; otherwise move the folder away" in said
     shutil.move(runs[3].folder, tmp_path / "away")
     plan_file.check(plan)
     edit(runs[0].folder, seed=7)
