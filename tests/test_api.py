@@ -314,7 +314,7 @@ class NoTask:
         ({"optim.lr": "high"}, ConfigError, "optim.lr = 'high': must be a number"),
         ({"reward": letters(1)}, ConfigError, "scores responses itself and has no setting reward"),
         ({"data": ROWS}, ConfigError, "a dataset needs a reward"),
-        ({"data": ROWS, "reward": 3}, TypeError, "a reward is a name, a callable, or a list of these, got 3"),
+        ({"data": ROWS, "reward": 3}, TypeError, "a reward must be a name, a callable or a list of these, got 3"),
         ({"data": 3, "reward": "exact"}, ConfigError, "data must be a file, a hub id, a datasets.Dataset"),
         ({"data": iter(ROWS), "reward": "exact"}, ConfigError, "can be read only once"),
         ({"model": 3}, TypeError, "expected a hub id, a folder or a loaded transformers model, got 3"),

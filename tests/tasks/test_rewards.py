@@ -111,15 +111,15 @@ def returns(values):
 
 WRONG = [
     (raises, r"reward 'raises' raised ValueError: no idea \(.*test_rewards.py, line \d+\) \(row q2\)"),
-    (nan, r"reward 'nan' returned nan; a finite number.*\(row q2\)"),
+    (nan, r"reward 'nan' returned nan, not a finite number.*\(row q2\)"),
     (returns([float("inf")] * 4), r"returned inf.*\(row q0\)"),
     (returns([0.0]), r"returned 1 values instead of 4, one per completion"),
-    (returns(0.0), r"returned float; a list with one number"),
-    (returns("0000"), r"returned str; a list"),
-    (returns({1: 0, 2: 0, 3: 0, 4: 0}), r"returned dict; a list"),
-    (returns(None), r"returned NoneType; a list"),
-    (returns([0, 0, "1", 0]), r"returned '1'; a finite number.*\(row q2\)"),
-    (returns([0, 0, 0, [1]]), r"returned \[1\]; .*\(row q3\)"),
+    (returns(0.0), r"returned float, not a list with one number"),
+    (returns("0000"), r"returned str, not a list"),
+    (returns({1: 0, 2: 0, 3: 0, 4: 0}), r"returned dict, not a list"),
+    (returns(None), r"returned NoneType, not a list"),
+    (returns([0, 0, "1", 0]), r"returned '1', not a finite number.*\(row q2\)"),
+    (returns([0, 0, 0, [1]]), r"returned \[1\], not a finite.*\(row q3\)"),
     (lambda gold, **_: gold, r"argument: 'gold'\): it gets prompts, completions, completion_ids, answer, and"),
     (lambda completions: completions, r"unexpected keyword argument 'prompts'.*add \*\*kwargs"),
     (lambda log_extra, **_: log_extra("a", [1] * 7), r"log_extra\('a'\) got 7 values instead of 1"),
@@ -152,8 +152,8 @@ def test_numbers_of_other_libraries():
         ({"specs": ["exact"], "weights": ["1"]}, "must be a number"),
         ({"specs": ["exact"], "timeout": 0}, "timeout must be between"),
         ({"specs": [3]}, "a name or a callable"),
-        ({"specs": 3}, "a name, a callable, or a list of these, got 3"),
-        ({"specs": {"exact": 1}}, "weights go into reward_weights"),
+        ({"specs": 3}, "a name, a callable or a list of these, got 3"),
+        ({"specs": {"exact": 1}}, "set weights in reward_weights"),
     ],
 )
 def test_settings_are_checked(arguments, message):

@@ -382,7 +382,7 @@ def test_answers_are_one_text_per_value():
         ("number", "<think>so 5", "No answer could be read: <think> is never closed. Write one number"),
         ("math", r"so \boxed{\frac{1}{2}}", r'Your answer was read as "\frac{1}{2}", and it is wrong.'),
         ("math", "so one half", r"No answer could be read. Put the final answer within \boxed{}."),
-        ("regex(pattern='a secret')", "b", "The reply does not have the form that is asked for."),
+        ("regex(pattern='a secret')", "b", "The reply does not have the required form."),
         ("format", "<think>x", "The tag </think> is missing."),
         ("format", "<think></think><answer></answer><answer>", "The tag <answer> must occur once, not 2 times."),
         ("format", "<answer></answer><think></think>", "The reply must have the form <think>...</think><answer>...</"),

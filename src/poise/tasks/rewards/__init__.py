@@ -1,4 +1,4 @@
-"""Rewards with TRL's signature: built-in rewards for problems with an answer, and yours, ``file.py:name``. No torch."""
+"""Rewards with TRL's signature: built-in rewards, and your own (``file.py:name``). No torch needed."""
 
 from poise.tasks.rewards.base import GOLD_COLUMNS, Grade, RewardError, TrainerState, text_of
 from poise.tasks.rewards.maths import Math

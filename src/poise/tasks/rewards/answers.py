@@ -1,9 +1,9 @@
-r"""Finds the answer in a reply; no other module decides this. All functions take time linear in the reply's length.
+r"""Find the answer in a reply; no other module decides this. Every function's time is linear in the reply's length.
 
 The answer is, in this order of priority: ``<answer>…</answer>``; the last ``\boxed{…}``; the last line that begins with
-``####``, as in GSM8K; the text after the last "the answer is" or "answer:". Only the last of several counts, so a reply
-cannot state several answers. Text before ``</think>`` is ignored, and a reply with an unclosed ``<think>`` has no
-answer.
+``####``, as in GSM8K; the text after the last "the answer is" or "answer:". If a form occurs several times, only the
+last counts, so a reply cannot state several answers. Text before ``</think>`` is ignored, and a reply with an unclosed
+``<think>`` has no answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 _PHRASE = re.compile(r"\banswer[\s*_]{0,6}(?:is|was|=|:)\s{0,4}:?", re.IGNORECASE)
 _HASHES = re.compile(r"^[ \t]{0,8}####", re.MULTILINE)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
-_NUMBER = re.compile(  # 1,000 and 1 000 with any kind of space
+_NUMBER = re.compile(  # also 1,000 and 1 000, with any kind of space
     r"[-+]?(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|(?<!\d )\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3}){1,100}(?![\d ]\d|\d)|\d+)"
     r"(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+",
     re.ASCII,
@@ -26,7 +26,7 @@ _QUOTES = _EDGES + "\"'"
 
 
 def final_answer(text: str) -> str | None:
-    """The answer that the reply states, as written; None if it states none."""
+    """Return the answer that a reply states, as written; None if the reply states no answer."""
     text = conclusion(text)
     inside = tag_content(text, "answer")
     if inside is not None:
@@ -42,7 +42,7 @@ def final_answer(text: str) -> str | None:
 
 
 def gold(text: str) -> str:
-    r"""The answer in a gold column: after ``####`` (GSM8K), in the last box (MATH), or the whole text."""
+    r"""Return the answer in a gold column: after ``####`` (GSM8K), in the last box (MATH), or the whole text."""
     after = text.rpartition("####")[2].strip()
     if "####" in text and after and "\n" not in after:
         return tidy(after)
@@ -51,26 +51,26 @@ def gold(text: str) -> str:
 
 
 def conclusion(text: str) -> str:
-    """The text after the reasoning; empty if a ``<think>`` is not closed. Rewards and tasks both use this function."""
+    """Return the text after the reasoning, or "" if a ``<think>`` is not closed."""
     after = text.rpartition("</think>")[2]
     return "" if "<think>" in after else after
 
 
 def last_answer(text: str) -> str | None:
-    """The content of the last ``<answer>…</answer>`` after the reasoning; None if there is none."""
+    """Return the content of the last ``<answer>…</answer>`` after the reasoning; None if there is none."""
     inside = tag_content(conclusion(text), "answer")
     return None if inside is None else inside.strip()
 
 
 def tag_content(text: str, tag: str) -> str | None:
-    """The text between the last closed ``<tag>`` and its ``</tag>``."""
+    """Return the text between the last closed ``<tag>`` and its ``</tag>``; None if there is none."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
     return text[start + len(tag) + 2 : end] if start >= 0 else None
 
 
 def tag_fault(text: str, tags: Iterable[str]) -> str | None:
-    """A sentence on the first tag that is missing or repeated; None if each occurs exactly once."""
+    """Describe the first tag that is missing or repeated; None if each tag occurs exactly once."""
     for tag in tags:
         if (times := text.count(tag)) != 1:
             return f"The tag {tag} must occur once, not {times} times." if times else f"The tag {tag} is missing."
@@ -78,7 +78,7 @@ def tag_fault(text: str, tags: Iterable[str]) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last ``\boxed{…}``, ``\fbox{…}`` or ``\boxed 5``; None without a closed box."""
+    r"""Return the content of the last ``\boxed{…}``, ``\fbox{…}`` or ``\boxed 5``; None without a closed box."""
     last = _last(_BOX, text)
     if last is None:
         return None
@@ -95,13 +95,13 @@ def last_box(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number in the text, as written."""
+    """Return the last number in the text, as written; None if there is none."""
     last = _last(_NUMBER, text)
     return last[0] if last else None
 
 
 def tidy(text: str) -> str:
-    """Strip blanks, quotes, stars and the full stop around an answer. f' keeps its prime."""
+    """Strip whitespace, quotes, asterisks, underscores and a final period from an answer. Keep the prime of f'."""
     text = text.strip(_EDGES)
     ends = _QUOTES if text.startswith("'") else _EDGES + '"'
     text = text.lstrip(_QUOTES).rstrip(ends)
@@ -116,7 +116,7 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _sentence(text: str, start: int) -> str:
-    """The text from ``start`` to the end of the line or sentence. Of a formula in dollar signs, only the formula."""
+    """Return the LaTeX formula at ``start``, or else the text up to the end of the line or sentence."""
     line = text[start : start + 2000].lstrip(_EDGES).split("\n", 1)[0]
     formula = re.match(r"\$\$(.+?)\$\$|\$((?:\\.|[^$\\])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", line)
     if formula:

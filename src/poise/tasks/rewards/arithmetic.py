@@ -1,7 +1,7 @@
-"""Exact values of expressions with + - * / and parentheses. Nothing is evaluated as code.
+"""Compute exact values of expressions with + - * / and parentheses, without evaluating code.
 
-The text is untrusted: its length and the size of its numbers are limited, and a loop with two stacks replaces
-recursion, so no text is slow or exhausts the stack.
+The text is untrusted. The lengths of the text and of its numbers are limited, and a loop with two stacks replaces
+recursion, so no text is slow to evaluate or overflows the call stack.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ExpressionError(ValueError):
 
 
 def evaluate(text: str) -> tuple[Fraction, list[Fraction]]:
-    """The value of an expression, and the numbers in it.
+    """Return the value of an expression, and the numbers in the expression.
 
     >>> evaluate("(1 + 2) / 4")
     (Fraction(3, 4), [Fraction(1, 1), Fraction(2, 1), Fraction(4, 1)])
@@ -38,7 +38,7 @@ def evaluate(text: str) -> tuple[Fraction, list[Fraction]]:
         raise ExpressionError(f"the expression is longer than {LONGEST} characters")
     values: list[Fraction] = []
     numbers: list[Fraction] = []
-    pending = ["("]  # operators and parentheses whose right side is not read yet
+    pending = ["("]  # operators and parentheses whose right side has not been read
     operand = True  # whether a number or an opening parenthesis must come next
     for number, sign in _TOKEN.findall(f"{text})"):
         sign = "minus" if sign == "-" and operand else sign
@@ -62,7 +62,7 @@ def evaluate(text: str) -> tuple[Fraction, list[Fraction]]:
 
 
 def number_text(value: Fraction) -> str:
-    """A number as people write it: whole, or with up to six decimals."""
+    """Format a number as an integer, or with up to six decimals."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6f}".rstrip("0")
 
 

@@ -1,4 +1,4 @@
-"""Code that rewards share: reading completions and gold answers, feedback on wrong answers, and the grade."""
+"""Shared code for rewards: read completions and gold answers, write feedback on wrong answers, and define the grade."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ GOLD_COLUMNS = ("answer", "solution", "ground_truth")  # tried in this order
 
 
 class RewardError(UserError, RuntimeError):
-    """A reward or verifier raised, or did not return one finite number (or None) per completion."""
+    """A reward or verifier raised an exception, or did not return one finite number (or None) per completion."""
 
 
 @dataclass(frozen=True)
 class Grade:
     """The result of all rewards for one completion.
 
-    ``reward`` is the weighted sum of the rewards that apply, ``parts`` their values by name, without weights.
+    ``reward`` is the weighted sum of the rewards that apply. ``parts`` holds their unweighted values by name.
     ``correct`` is True if the first reward that applies reaches its ``correct_at`` (default 1.0).
-    ``answer`` is the completion's answer in a normal form, so that equal answers are equal texts; None if it has none.
-    ``failed`` says why there is no grade: ``reward`` is then 0.0, and training must skip the row.
-    ``applies`` is False if every reward returned None: ``reward`` is then 0.0 (NaN in TRL), and training must skip the
+    ``answer`` is the completion's answer in a normal form, so that equal answers have equal texts; None without an
+    answer.
+    ``failed`` is the reason if there is no grade. ``reward`` is then 0.0, and training must skip the row.
+    ``applies`` is False if every reward returned None. ``reward`` is then 0.0 (NaN in TRL), and training must skip the
     row, but this is not an error.
-    ``extra`` holds what the rewards recorded about this row with ``log_extra``.
+    ``extra`` holds the values that the rewards recorded for this row with ``log_extra``.
     """
 
     reward: float
@@ -41,17 +42,17 @@ class Grade:
 
 @dataclass
 class TrainerState:
-    """The argument ``trainer_state`` of a reward: the fields of transformers' class that have a meaning here."""
+    """The argument ``trainer_state`` of a reward: the fields of transformers' ``TrainerState`` that poise supports."""
 
-    global_step: int = 0  # finished steps: 0 while the first step samples
+    global_step: int = 0  # finished steps: 0 while the first step is sampling
     max_steps: int = 0
-    epoch: float = 0.0  # passes through the data so far; 0 if problems have no end
+    epoch: float = 0.0  # passes through the data so far; 0 for an endless task
 
 
 def text_of(completion: Any) -> str:
-    """The completion itself if it is a text, else the content of the assistant's last message.
+    """Return the completion if it is text, else the content of the assistant's last message.
 
-    In a dialogue with tools the earlier turns are calls and the tools' answers; only the final reply counts.
+    In a dialogue with tools, the earlier turns are tool calls and results; only the final reply counts.
     """
     if isinstance(completion, str):
         return completion
@@ -62,15 +63,15 @@ def text_of(completion: Any) -> str:
 
 
 def _content(content: Any) -> str:
-    if isinstance(content, list):  # parts, as vision models use them
+    if isinstance(content, list):  # a list of parts, as for vision models
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
     return "" if content is None else str(content)
 
 
 def wrong_answer_feedback(answer: str | None, text: str, form: str) -> str:
-    """Feedback on a wrong reply: the answer that was read, or the form that an answer must have.
+    """Write feedback on a wrong reply: the answer that was read, or the required form of an answer.
 
-    ``answer`` is None if none could be read. The feedback does not reveal the right answer.
+    ``answer`` is None if no answer could be read. The feedback does not reveal the right answer.
     """
     if answer is not None:
         return f"Your answer was read as {quote(answer)}, and it is wrong."
@@ -81,7 +82,7 @@ def wrong_answer_feedback(answer: str | None, text: str, form: str) -> str:
 
 
 def gold_of(owner: str, columns: Mapping[str, Any], column: str | None, count: int) -> list[list[str]]:
-    """The gold answers of each row: empty if the data has none, several if it has a list."""
+    """Return the gold answers of each row: none if the cell is empty, several if the cell is a list."""
     name = column or next((name for name in GOLD_COLUMNS if name in columns), None)
     if name is None or name not in columns:
         have = ", ".join(key for key, value in columns.items() if isinstance(value, list | tuple)) or "none"
@@ -97,7 +98,7 @@ def gold_of(owner: str, columns: Mapping[str, Any], column: str | None, count: i
 
 
 def gold_texts(value: Any) -> list[str]:
-    """The right answers in a cell of the data: none if it is empty, blank or NaN (pandas writes NaN for no value)."""
+    """Return the right answers in a cell: none if the cell is empty, blank or NaN (pandas' missing value)."""
     values = value if isinstance(value, list | tuple) else [value]
     known = [each for each in values if each is not None and not (isinstance(each, float) and isnan(each))]
     return [str(each) for each in known if str(each).strip()]

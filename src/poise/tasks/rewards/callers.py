@@ -1,4 +1,4 @@
-"""Call one reward on a batch: in this process, or in a worker process that is killed if it hangs."""
+"""Call one reward on a batch, in this process or in a worker process, which poise kills if it hangs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from poise.tasks.rewards.base import RewardError, TrainerState
 if TYPE_CHECKING:
     from poise.tasks.rewards.run import Spec
 
-LOADING = 300.0  # seconds that a worker may take for its imports
-MOST_FAILED = 0.05  # share of a batch's rows that may fail; waiting for more would take hours
+LOADING = 300.0  # seconds; the time limit for a worker's imports
+MOST_FAILED = 0.05  # the share of a batch's rows that may fail; waiting for more timeouts would take hours
 
 
 class LostError(Exception):
-    """The worker did not answer in time, or has ended. It has already been killed."""
+    """The worker process did not answer in time, or has ended. The process has already been killed."""
 
 
 class Process:
-    """A process that runs ``worker.py``. It ends with this object, or when the parent process ends, whatever the cause.
+    """A process that runs ``worker.py``. The process ends with this object or the parent process.
 
-    It runs as a script: multiprocessing would run the user's main script a second time.
+    ``worker.py`` runs as a script, because multiprocessing would run the user's main script a second time.
     """
 
     def __init__(self, service: str, **load: Any) -> None:
@@ -61,11 +61,12 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """False once the process has been killed."""
+        """False after the process has been killed."""
         return self._finalizer.alive
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
-        """The worker's reply. If it takes longer than ``seconds``, or dies, kill it and raise ``LostError``."""
+        """Return the worker's reply to a request. After ``seconds`` or a crash, kill the worker and raise
+        ``LostError``."""
         self._requests += 1
         data = json.dumps({**request, "number": self._requests}).encode()
         late = threading.Event()
@@ -76,13 +77,13 @@ class Process:
             self._connection.send_bytes(data)
             reply = json.loads(self._connection.recv_bytes())
             if reply["number"] != self._requests:
-                raise LostError("gave an answer to another request")
+                raise LostError("replied to a different request")
         except (OSError, EOFError):
             self.kill()
             if late.is_set():
                 raise LostError(f"took longer than {seconds:g} seconds") from None
             raise LostError(f"ended its process ({_ending(self._process.returncode)})") from None
-        except BaseException:  # interrupted: the worker's next reply would answer this request, not the next request
+        except BaseException:  # interrupted: otherwise the reply to this request would be read as the next one
             self.kill()
             raise
         finally:
@@ -93,12 +94,12 @@ class Process:
         return reply
 
     def kill(self) -> None:
-        """End the process and all its children."""
+        """Kill the process and all its children."""
         self._finalizer()
 
 
 def _hang_up(connection: Connection, late: threading.Event | None = None) -> None:
-    """Shut the connection down at both ends and in other processes' copies, so that every waiting process wakes up."""
+    """Shut down the connection, including other processes' copies, so that every waiting process wakes up."""
     if late is not None:
         late.set()
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
@@ -106,7 +107,7 @@ def _hang_up(connection: Connection, late: threading.Event | None = None) -> Non
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
-    if os.getpid() != owner:  # this is a fork of the owner that ends; it does not own the worker
+    if os.getpid() != owner:  # the process that ends is a fork, which does not own the worker
         return
     _hang_up(connection)  # the supervisor then kills the worker
     try:
@@ -126,7 +127,7 @@ def _ending(code: int) -> str:
 
 @dataclass
 class Batch:
-    """The arguments of a call. ``shared`` maps each name to one value per row."""
+    """The arguments of a call. ``shared`` maps each argument name to one value per row."""
 
     shared: Mapping[str, Sequence[Any]]
     ids: list[str]
@@ -139,13 +140,13 @@ class Batch:
                 raise ValueError(f"{name} has {len(values)} rows for {len(self.ids)} completions")
 
     def arguments(self, rows: Sequence[int]) -> dict[str, Any]:
-        """The shared arguments of these rows, in lists that the reward may change."""
+        """Return the shared arguments for these rows, in new lists that the reward may change."""
         return {name: [values[row] for row in rows] for name, values in self.shared.items()}
 
 
 @dataclass
 class Outcome:
-    """One reward's values for a batch. ``failed`` maps rows without a value (None) to the reason."""
+    """One reward's values for a batch. ``failed`` maps each row without a value to the reason."""
 
     values: list[float | None]
     extra: dict[str, list[Any]] = field(default_factory=dict)
@@ -153,7 +154,7 @@ class Outcome:
     failed: dict[int, str] = field(default_factory=dict)
 
     def add(self, row: int, single: Outcome) -> None:
-        """Add the outcome of a call with this row alone."""
+        """Add the outcome of a call with only this row."""
         self.values[row] = single.values[0]
         self.metrics += single.metrics
         for column, values in single.extra.items():
@@ -161,13 +162,13 @@ class Outcome:
 
 
 class InProcess:
-    """A reward that runs in this process, where nothing can cut it off."""
+    """A reward that runs in this process, where no call can be cut off."""
 
     def __init__(self, name: str, spec: Spec):
         self.name, self.spec = name, spec
 
     def values(self, batch: Batch) -> Outcome:
-        """Call the reward on the whole batch. If it fails, raise a ``RewardError`` that names the row."""
+        """Call the reward on the whole batch. If the call fails, raise a ``RewardError`` that names the row."""
         try:
             return self._attempt(batch, range(len(batch.ids)))
         except worker.WrongError as error:
@@ -176,7 +177,7 @@ class InProcess:
             raise RewardError(f"reward {self.name!r} {text}{where}") from error
 
     def close(self) -> None:
-        """Release resources."""
+        """Release resources; does nothing for a reward in this process."""
 
     def _attempt(self, batch: Batch, rows: Sequence[int]) -> Outcome:
         log = worker.Log(len(rows))
@@ -187,19 +188,19 @@ class InProcess:
         return Outcome(worker.call(self.spec.reward, arguments, len(rows)), log.extra, log.metrics)
 
     def _culprit(self, batch: Batch, error: worker.WrongError) -> tuple[int | None, str]:
-        """Find the row on which the reward raises, and its message: the exception does not name the row."""
+        """Call the reward row by row to find the row that raises an error. Return this row and the message."""
         for row in range(len(batch.ids)):
             try:
                 self._attempt(batch, [row])
             except worker.WrongError as alone:
                 return row, alone.text
             except LostError:
-                break  # searching takes too long
+                break  # the search takes too long
         return None, error.text
 
 
 class InWorker(InProcess):
-    """A reward that runs in a worker process. A call that takes too long is cut off."""
+    """A reward that runs in a worker process, where a call that takes too long is cut off."""
 
     def __init__(self, name: str, spec: Spec, timeout: float):
         super().__init__(name, spec)
@@ -208,7 +209,8 @@ class InWorker(InProcess):
         self._warned = False
 
     def values(self, batch: Batch) -> Outcome:
-        """Call the reward on the batch. If this is cut off, call it row by row; rows that are cut off then fail."""
+        """Call the reward on the batch. If this call is cut off, call it row by row; rows that are cut off again
+        fail."""
         try:
             return super().values(batch)
         except LostError as error:
@@ -238,7 +240,7 @@ class InWorker(InProcess):
             self._warned = True
             warnings.warn(
                 f"reward {self.name!r} {why} on {counted(count, 'row')} together, but not row by row, which is slow; "
-                "give it a longer time limit (reward_timeout)",
+                "raise its time limit (reward_timeout)",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -253,13 +255,13 @@ class InWorker(InProcess):
         except (TypeError, ValueError) as error:
             raise RewardError(
                 f"reward {self.name!r}: the columns cannot be sent to the reward's process ({error}); only text, "
-                "numbers, lists and dicts can; reward_quick=true runs it in the trainer's"
+                "numbers, lists and dicts can; reward_quick=true runs the reward in the trainer's process"
             ) from error
         if "wrong" in reply:
             raise worker.WrongError(reply["wrong"], reply["row"], reply["raised"])
         if len(reply["values"]) != len(rows):
             self._process.kill()
-            raise LostError("gave an answer to other rows")
+            raise LostError("replied with values for other rows")
         return Outcome(reply["values"], reply["extra"], [(name, value) for name, value in reply["metrics"]])
 
     def _start(self) -> Process:
@@ -267,12 +269,12 @@ class InWorker(InProcess):
         if files := edited(spec.code, code_of({"task": {"reward": [*spec.code]}})):
             raise RewardError(
                 f"reward {self.name!r}: {', '.join(files)} was edited after loading, so a new worker process would run "
-                "another version: restore the old one, or start the run again"
+                "another version: restore the old version, or restart the run"
             )
         try:
             return Process("reward", module=spec.module, name=spec.name, args=spec.args, settings=spec.settings)
         except LostError as error:
             raise RewardError(
                 f"reward {self.name!r} could not be loaded in a worker process: {error}; "
-                "reward_quick=true runs it in the trainer's process"
+                "reward_quick=true runs the reward in the trainer's process"
             ) from None

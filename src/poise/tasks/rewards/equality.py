@@ -1,13 +1,13 @@
-r"""Compares an answer with the gold answer, as far as that is possible without computer algebra.
+r"""Compare an answer with the gold answer, where possible without computer algebra.
 
-These rules differ from math-verify's, or give the same result faster:
+These rules differ from the rules of math-verify, or return the same result faster:
 
 - If the gold answer is a number, the answer must be a number too: ``2^{10}`` does not answer "how much is 2^10".
-- Numbers are compared exactly: 0.333 is not 1/3. ``10%`` is 10, and not 0.1. Units are not compared.
+- Numbers are compared exactly: 0.333 is not 1/3. ``10%`` is 10, not 0.1. Units are not compared.
 - ``x = 5`` and ``2 + 3 = 5`` are 5. ``0 = 5``, ``2x = 5`` and ``not x = 5`` are not.
-- Tuples, lists and sets of numbers: brackets must agree; a list without brackets is a set, in any order.
-- ``32_5`` has digits and a base, and both must be the same. f' is not f.
-- Words are compared without regard to case; variables are not: ``ab`` is not ``AB``.
+- For tuples, lists and sets of numbers, the brackets must agree. A list without brackets is a set, in any order.
+- ``32_5`` has digits and a base; both must be equal. f' is not f.
+- Words are compared case-insensitively, variables case-sensitively: ``ab`` is not ``AB``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def equal(answer: str, gold: str) -> bool | None:
 
 
 def answer_number(text: str) -> Fraction | None:
-    """The number in a clean answer: alone, among words, or on the right of an equation that can be true."""
+    """Return the number in a clean answer: alone, among words, or on the right side of an equation that can be true."""
     *left, last = _EQUALS.split(text)
     value = number_in(last.strip())
     return None if value is None or not all(_may_be(part.strip(), value) for part in left) else value
@@ -82,12 +82,12 @@ def _may_be(text: str, value: Fraction) -> bool:
         known = number_in(text)
     if known is not None:
         return known == value
-    letter = re.search("[A-Za-z]", _ARITHMETIC.sub("", text))  # 5!/12 = 11 has no letter, and is not computed here
+    letter = re.search("[A-Za-z]", _ARITHMETIC.sub("", text))  # 5!/12 = 11 has no letter, and poise does not compute 5!
     return bool(letter) and not (changes_value(text) or _of_one_unknown(text) or "," in _OR.sub(",", text))
 
 
 def _is_number(text: str) -> bool:
-    """Whether a text is a number, or arithmetic with only numbers."""
+    """Whether a text is a number or an arithmetic expression of numbers."""
     try:
         evaluate(_TIMES.sub("*", text))
     except ExpressionError:
@@ -96,7 +96,10 @@ def _is_number(text: str) -> bool:
 
 
 def _of_one_unknown(text: str) -> bool:
-    """Whether a text is a formula in one variable: ``x + 1 = 5`` does not state x; ``a + b = 5`` may be asked for."""
+    """Whether a text is a formula in one variable.
+
+    ``x + 1 = 5`` does not state x, but ``a + b = 5`` may be an answer.
+    """
     letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", text))
     if _VARIABLE.fullmatch(text) or len(letters) != 1:
         return False
@@ -104,7 +107,7 @@ def _of_one_unknown(text: str) -> bool:
 
 
 def _compare_numbers(answer: str, gold: str) -> bool | None:
-    """Compare tuples, intervals, lists and sets of plain numbers; None if there is anything else."""
+    """Compare tuples, intervals, lists and sets of plain numbers; None for any other content."""
     ours, theirs = _numbers(answer), _numbers(gold)
     if ours is None or theirs is None or len(ours[1]) + len(theirs[1]) < 3:
         return None
@@ -118,7 +121,7 @@ def _compare_numbers(answer: str, gold: str) -> bool | None:
 
 
 def _numbers(text: str) -> tuple[tuple[str, str], list[Fraction], list[str]] | None:
-    """Brackets, numbers, and the name before each number: without one, the previous item's name, or ""."""
+    """Parse a list into brackets, numbers, and the name before each number (by default the previous name, or "")."""
     match = _BRACKETS.fullmatch(text)
     assert match is not None
     items = [text] if number(text) is not None else _OR.sub(",", match[2]).split(",")
@@ -134,7 +137,7 @@ def _numbers(text: str) -> tuple[tuple[str, str], list[Fraction], list[str]] | N
 
 
 def worth_checking(pair: tuple[str, str, bool]) -> bool:
-    """Whether to try computer algebra: not if the answer nests too deeply or has astronomically large numbers."""
+    """Whether to try computer algebra: False if the answer is too long, too deeply nested, or has huge numbers."""
     gold, answer, _ = pair
     if len(answer) > 4 * LONGEST or (_ENDLESS.search(answer) and not _ENDLESS.search(gold)):
         return False
@@ -146,7 +149,7 @@ def worth_checking(pair: tuple[str, str, bool]) -> bool:
 
 
 def spelling(answer: str) -> str:
-    """A normal form of the answer: equal answers usually have equal texts."""
+    """Return a normal form of the answer: equal answers usually have equal texts."""
     if len(answer) > LONGEST:
         return " ".join(answer[: 4 * LONGEST].split())
     answer = clean(answer)
@@ -157,7 +160,7 @@ def spelling(answer: str) -> str:
 
 
 def _right_side(text: str) -> str:
-    """The text after the last equals sign; a list (x=1, y=2) stays whole."""
+    """Return the text after the last equals sign; return a list (x=1, y=2) unchanged."""
     *left, last = _EQUALS.split(text)
     return text if "," in _OR.sub(",", "".join(left)) or changes_value("".join(left)) else clean(last.strip())
 

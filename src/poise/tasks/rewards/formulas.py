@@ -1,10 +1,9 @@
-r"""Numbers and simple LaTeX in normal form, exactly and without evaluating anything.
+r"""Convert numbers and simple LaTeX to a normal form, exactly and without evaluating code.
 
-``clean`` brings a formula into a common spelling: ``\dfrac12`` becomes ``\frac{1}{2}``, ``1{,}234`` becomes ``1234``,
-and parts that do not change the value are removed (spaces, ``\left``, ``\$``, degrees, ``\text{ cm}``). ``number``
-reads integers, decimals, fractions, mixed numbers and powers of ten as exact fractions; ``number_in`` also finds a
-number among words ("5 a day"). Units are removed and not compared, and the percent sign is a unit: ``10%`` is 10, not
-0.1.
+``clean`` normalizes the spelling of a formula: ``\dfrac12`` becomes ``\frac{1}{2}``, ``1{,}234`` becomes ``1234``, and
+symbols that do not change the value are removed (spaces, ``\left``, ``\$``, degrees, ``\text{ cm}``). ``number`` reads
+integers, decimals, fractions, mixed numbers and powers of ten as exact fractions; ``number_in`` also finds a number
+among words ("5 a day"). Units are removed and not compared, and the percent sign is a unit: ``10%`` is 10, not 0.1.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 
-LONGEST = 500  # characters of an answer that are worth comparing
+LONGEST = 500  # the maximum length of an answer, in characters
 _SIGNS = str.maketrans("−–÷⁄∕’％\t\n\r", "--///'%   ", "°€£¥₹") | str.maketrans(
     {
         "×": r"\times ",
@@ -69,7 +68,7 @@ _ONE = re.compile(rf"[-+]?(?:{_PLAIN})(?:/\d+)?", re.ASCII)
 _MEASURED = re.compile(r"(.*[\d.}])\s+((?:a\s)?[A-Za-z]{2,}(?:\s[A-Za-z]{2,})*)")  # \frac{1}{2} cups a day
 _BESIDE = re.compile(r"[\w'\",.:;()\[\]?\s-]*")  # text that may surround an answer's number
 _LARGEST_EXPONENT = 300
-# These words change a number, or turn it into something else: "5 million", "not 5", "5 pm", "5 or more".
+# Words that change a number or its meaning: "5 million", "not 5", "5 pm", "5 or more".
 _CHANGING_WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     " eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion"
@@ -86,7 +85,7 @@ _ORDINAL = re.compile(r"(?!month|teeth|cloth|length|width|depth)[a-z]{2,}ths?") 
 
 @lru_cache(4096)  # every response of a group is compared with the same gold answer
 def clean(text: str) -> str:
-    """The formula in the common spelling, with single blanks. The caller limits the length."""
+    """Normalize the spelling of a formula, with single spaces. The caller limits the length."""
     if _NUMBER.fullmatch(text):
         return text
     if not text.isascii():
@@ -103,7 +102,7 @@ def clean(text: str) -> str:
 
 
 def _is_unit(text: str, upright: bool) -> bool:
-    r"""Whether the text in ``\text`` (``upright``) or ``\mathrm`` after a formula leaves the value unchanged."""
+    r"""Whether the text in ``\text`` (``upright``) or ``\mathrm`` after a formula is a unit."""
     words = re.split(r"[\s/]+", text.strip().replace(".", ""))
     return not changes_value(text) and all(
         word.isascii() and word.isalpha() and (upright or len(word) > 1 or word in _LETTERS) for word in words
@@ -119,9 +118,9 @@ def changes_value(text: str) -> bool:
 
 
 def number_in(text: str) -> Fraction | None:
-    """The value of a clean text that is a number or contains exactly one ("about 5 of them"); otherwise None.
+    """Return the value of a clean text that is a number or contains exactly one number ("about 5 of them"), else None.
 
-    Also None if the number is part of a formula (``x^5``, ``5k``, ``-(5)``), or if a word changes it ("not 5").
+    Return None if the number is part of a formula (``x^5``, ``5k``, ``-(5)``) or a word changes the number ("not 5").
     """
     value = number(text[1:-1] if text.startswith("(") and text.endswith(")") else text)
     if value is None and (quantity := _MEASURED.fullmatch(text)) and not changes_value(quantity[2]):
@@ -142,7 +141,7 @@ def number_in(text: str) -> Fraction | None:
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of a plain number, or None. The text comes from ``clean``, or is a number found in a text."""
+    """Return the exact value of a plain number, else None. ``text`` is a result of ``clean``, or a number in a text."""
     text = text.strip()
     if len(text) > LONGEST:
         return None
@@ -171,5 +170,5 @@ def _decimal(text: str) -> Fraction:
 
 
 def exact(text: str) -> str:
-    """Replace decimals by fractions: computer algebra rounds decimals, and treats 3.141593 as pi."""
+    """Replace decimals with fractions, because computer algebra rounds decimals and treats 3.141593 as pi."""
     return _POINT.sub(lambda match: rf"\frac{{{int(match[1] + match[2])}}}{{1{'0' * len(match[2])}}}", text)

@@ -1,4 +1,4 @@
-"""The reward for mathematics: exact comparison where possible, else math-verify in processes that can be killed."""
+"""The reward for mathematics: exact comparison where possible, else math-verify in worker processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from poise.tasks.rewards.callers import LostError, Process
 
 MOST_WORKERS = 4
 REMEMBERED = 20_000  # pairs of answer and gold: a group often repeats the same answer
-PATIENCE = 300.0  # wall-clock seconds, in case the machine hangs; checks have a limit on their processor time
+PATIENCE = 300.0  # wall-clock seconds, in case the machine hangs; each check also has a limit on CPU time
 Pair = tuple[str, str, bool]  # gold, answer, lenient
 MISSING = f"math needs math-verify; {how_to_install('math')} (the reward 'number' compares plain numbers without it)"
 
@@ -28,10 +28,10 @@ MISSING = f"math needs math-verify; {how_to_install('math')} (the reward 'number
 class Math:
     r"""1.0 if the answer (``\boxed{}``, ``<answer>``, ``####``, "the answer is") equals the gold answer, else 0.0.
 
-    Most answers need no computer algebra. math-verify checks the others, with ``seconds`` of processor time for each.
-    An answer that takes longer is wrong, and the metric ``math/cut_off`` counts it. With ``last_number`` the last
-    number counts if a reply states no answer. With ``lenient`` only math-verify decides, by its own rules. ``column``
-    has the right answer; by default it is a column with a common name.
+    Most answers need no computer algebra. math-verify checks the other answers, with a limit of ``seconds`` of CPU time
+    for each answer. An answer over the limit is wrong and counts in the metric ``math/cut_off``. With ``last_number``,
+    the last number is the answer if a reply states no answer. With ``lenient``, only math-verify decides, by its own
+    rules. ``column`` names the column with the right answer (default: a column with a common name).
     """
 
     seconds: float = 1.0
@@ -48,7 +48,7 @@ class Math:
     def __call__(
         self, /, completions: list[Any], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float | None]:
-        """One value per completion; None if the data has no answer."""
+        """Return one value per completion; None for a row without a right answer."""
         golds = gold_of("math", columns, self.column, len(completions))
         replies = [self._final_answer(text_of(completion)) for completion in completions]
         open_pairs: dict[Pair, bool] = {}
@@ -59,12 +59,12 @@ class Math:
         return [float(any(equal[pair] for pair in value)) if isinstance(value, list) else value for value in values]
 
     def answer(self, text: str) -> str | None:
-        """The reply's answer in a normal form: equal answers usually have equal texts."""
+        """Return the reply's answer in a normal form: equal answers usually have equal texts."""
         answer = self._final_answer(text)
         return None if answer is None else equality.spelling(answer) or None
 
     def feedback(self, text: str, value: float) -> str:
-        """The wrong answer that was read, or how to write an answer."""
+        """Return the wrong answer that was read, or how to write an answer; "" if the answer is right."""
         form = r"Put the final answer within \boxed{}."
         return "" if value >= 1 else wrong_answer_feedback(self._final_answer(text) or None, text, form)
 
@@ -75,7 +75,7 @@ class Math:
         return answer
 
     def _decide(self, answer: str | None, golds: list[str], open_pairs: dict[Pair, bool]) -> float | list[Pair] | None:
-        """The reward's value, or the pairs that math-verify must check, which are also added to ``open_pairs``."""
+        """Return the reward's value, or the pairs that math-verify must check. Add these pairs to ``open_pairs``."""
         if not golds:
             return None
         if answer is None:
@@ -94,7 +94,7 @@ class Math:
 
 
 class Checks:
-    """Processes that run math-verify, started when first needed, and a cache of their results."""
+    """Processes that run math-verify, started when needed, and a cache of results."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -103,7 +103,7 @@ class Checks:
         self._idle: list[Process] = []
 
     def equal(self, pairs: Sequence[Pair], seconds: float) -> tuple[dict[Pair, bool], int]:
-        """For each pair, whether gold and answer are equal; and the number of checks cut off, now or earlier."""
+        """Return whether gold and answer are equal for each pair, and the number of pairs whose check was cut off."""
         with self._lock:
             unknown = [pair for pair in pairs if pair not in self._results]
             if count := min(_processors(), MOST_WORKERS, -(-len(unknown) // 4)):
@@ -121,7 +121,7 @@ class Checks:
             self._idle.pop().kill()
 
     def _check(self, pair: Pair, seconds: float) -> bool | None:
-        for again in (False, True):  # retry once: the worker may have been killed from outside
+        for again in (False, True):  # retry once: another process may have killed the worker
             process = _start() if again else self._idle_or_new()
             with suppress(LostError):
                 equal: bool | None = process.ask({"pair": pair, "seconds": seconds}, PATIENCE)["equal"]
@@ -150,7 +150,7 @@ _CHECKS: Checks | None = None
 
 
 def checks() -> Checks:
-    """The checks of this process; a fork gets its own."""
+    """Return this process's ``Checks``; a fork creates its own."""
     global _CHECKS
     if _CHECKS is None or _CHECKS.owner != os.getpid():
         _CHECKS = Checks()

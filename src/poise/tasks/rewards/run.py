@@ -1,4 +1,4 @@
-"""Finds rewards by name, and calls several on a batch of completions: one grade per completion."""
+"""Find rewards by name, and call several rewards on a batch of completions: one grade per completion."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from poise.tasks.rewards.callers import Batch, InProcess, InWorker, Outcome
 from poise.tasks.rewards.maths import Math
 from poise.tasks.rewards.simple import Choice, Exact, Format, Number, Overlong, Regex
 
-# Columns of the data that rewards do not get.
+# Data columns that are not passed to rewards.
 RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
 LARGEST_WEIGHT = 1e30
-LONGEST_ANSWER = 1000  # characters that are compared to count equal answers
+LONGEST_ANSWER = 1000  # characters of an answer that are compared
 Named = str | Callable[..., Any]
 TABLE = {kind.__name__.lower(): kind for kind in (Exact, Choice, Number, Math, Regex, Format, Overlong)}
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A reward, and its location for a worker process; ``module`` is None if a worker cannot load it.
+    """A reward and its location for a worker process; ``module`` is None if a worker process cannot load the reward.
 
-    ``foreign`` says that it is not part of poise. ``code`` is the fingerprint of its files when it was loaded.
+    ``foreign`` is True if the reward is not part of poise. ``code`` is the fingerprint of the reward's files at load.
     """
 
     reward: Callable[..., Any]
@@ -51,29 +51,29 @@ class Spec:
 def get(text: str | Callable[..., Any]) -> Callable[..., Any]:
     """Load a reward: ``get("regex(pattern='x')")``, ``get("file.py:name")``, ``get("package.module.name")``.
 
-    For ``name(settings)`` the class or function is called with the settings and returns the reward.
+    For ``name(settings)``, call the class or function with the settings to build the reward.
     """
     return find(text).reward
 
 
 def find(text: str | Callable[..., Any]) -> Spec:
-    """Load a reward, with its location for a worker process. A Python object stays in this process."""
+    """Load a reward and its location for a worker process. A Python object has no location and runs in this process."""
     text = live.resolve(text)
     if not isinstance(text, str):
         if not callable(text):
-            raise TypeError(f"a reward is a name or a callable, got {short(text)}")
+            raise TypeError(f"a reward must be a name or a callable, got {short(text)}")
         return Spec(worker.build(text, None, {}))
     name, positional, keywords = _read(text)
     if name in TABLE:
         kind = TABLE[name]
         check_settings(name, keywords, inspect.signature(kind).parameters)
         if positional:
-            raise TypeError(f"{name}: give its settings by name, such as {name}(setting=value)")
+            raise TypeError(f"{name}: write settings with their names, such as {name}(setting=value)")
         return Spec(kind(**keywords), False, kind.__module__, kind.__qualname__, [], keywords)
     if name.endswith(".py"):
-        raise ValueError(f"reward {name!r}: say which function of the file, {name}:name")
+        raise ValueError(f"reward {name!r}: name the function in the file, such as {name}:name")
     if not re.search(r"[.:]", name):
-        raise ValueError(unknown("reward", name, TABLE) + "; for one of your own write file.py:name or package.name")
+        raise ValueError(unknown("reward", name, TABLE) + "; for your own reward, write file.py:name or package.name")
     _check_reach(name)
     target = _user_code.load("reward", name, object)
     module, _, inner = name.rpartition(":") if ":" in name else name.rpartition(".")
@@ -90,15 +90,15 @@ def find(text: str | Callable[..., Any]) -> Spec:
 
 
 def _check_reach(name: str) -> None:
-    """Raise if a path leads to functions that are not rewards: loading a reward may call them."""
-    if not _user_code.is_foreign(name):  # poise's own code needs no consent, so only the table is allowed
+    """Raise an error for a path to code that is not a reward: loading a reward may call this code."""
+    if not _user_code.is_foreign(name):  # poise's code needs no consent, so only the rewards in TABLE are allowed
         raise ValueError(f"reward {name!r}: poise's own rewards go by their short names: {', '.join(TABLE)}")
     if re.split("[.:]", name)[0] in sys.stdlib_module_names and ".py:" not in name:  # os.system, subprocess.Popen
         raise ValueError(f"reward {name!r} is part of Python itself, not a reward")
 
 
 def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """The name and its settings. Unlike in ``read_call``, a name may have any characters of a path, such as blanks."""
+    """Parse a name and its settings. Unlike in ``read_call``, the name may be any path, also with spaces."""
     name, bracket, rest = text.strip().partition("(")
     if not name or any(char in name for char in "'\"\n"):
         raise ValueError(f"cannot read the reward {short(text)}; write name, name(setting=value) or file.py:name")
@@ -107,10 +107,11 @@ def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
 
 
 class Rewards(AbstractContextManager["Rewards"]):
-    """Rewards with TRL's signature, with weights: ``Rewards(["math", "my_rewards.py:brief"], weights=[1, 0.2])``.
+    """Weighted rewards with TRL's signature: ``Rewards(["math", "my_rewards.py:brief"], weights=[1, 0.2])``.
 
-    A reward that is named by its path runs in a worker process and is cut off after ``timeout`` seconds; with ``quick``
-    it runs in this process, and nothing can cut it off. Python callables and most built-in rewards run in this process.
+    If a reward is named by its path, it runs in a worker process, and a call is cut off after ``timeout`` seconds. With
+    ``quick``, the reward runs in this process, where no call can be cut off. Python callables and most built-in rewards
+    always run in this process.
     """
 
     def __init__(
@@ -145,10 +146,10 @@ class Rewards(AbstractContextManager["Rewards"]):
         environments: Sequence[Any] | None = None,
         reported: dict[str, list[float]] | None = None,
     ) -> list[Grade]:
-        """One grade per completion. ``columns`` holds the data's columns, one value per completion.
+        """Return one grade per completion. ``columns`` holds the data's columns, one value per completion.
 
-        ``ids`` are the rows' names in messages. Values that the rewards report with ``log_metric`` are added to
-        ``reported``, by name.
+        ``ids`` are the rows' names in messages. If ``reported`` is a dict, append the values that rewards report with
+        ``log_metric`` to its lists, by name.
         """
         texts = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         shared = {**texts, **{name: values for name, values in columns.items() if name not in RESERVED}}
@@ -163,7 +164,7 @@ class Rewards(AbstractContextManager["Rewards"]):
         return [self._grade(row, text_of(completions[row]), outcomes) for row in range(len(batch.ids))]
 
     def _outcomes(self, batch: Batch) -> list[Outcome]:
-        """The outcome of each reward. Rewards in worker processes run in parallel."""
+        """Return the outcome of each reward. Rewards in worker processes run in parallel."""
         remote = [caller for caller in self._callers if isinstance(caller, InWorker)]
         with ThreadPoolExecutor(max(1, len(remote))) as pool:
             futures = {caller.name: pool.submit(caller.values, batch) for caller in remote}
@@ -175,9 +176,10 @@ class Rewards(AbstractContextManager["Rewards"]):
         return InWorker(name, spec, self.timeout) if isolated and not self.quick else InProcess(name, spec)
 
     def feedback(self, text: str, parts: Mapping[str, float]) -> str:
-        """What is wrong with a reply, reward by reward. ``parts`` comes from its grade.
+        """Return what is wrong with a reply, reward by reward. ``parts`` comes from the reply's grade.
 
-        For rewards that are not part of poise, the text has the value. It never reveals the right answer.
+        For a reward that is not part of poise, the text has the reward's value. The text never reveals the right
+        answer.
         """
         sentences = []
         for name, spec in zip(self.names, self.specs, strict=True):
@@ -190,12 +192,12 @@ class Rewards(AbstractContextManager["Rewards"]):
         return " ".join(filter(None, sentences))
 
     def answer_columns(self) -> list[str | None]:
-        """The columns in which poise's own rewards look for the right answer; None means the usual names."""
+        """Return the columns where built-in rewards look for the right answer; None stands for the common names."""
         own = [spec.reward for spec in self.specs if type(spec.reward) in TABLE.values()]
         return [reward.column for reward in own if hasattr(reward, "column")]
 
     def close(self) -> None:
-        """End the worker processes. They also end when this process ends, whatever the cause."""
+        """End the worker processes. Worker processes also end when this process ends, even if it is killed."""
         for caller in self._callers:
             caller.close()
 
@@ -229,7 +231,7 @@ def _as_list(specs: Any) -> list[Named]:
         return [specs]
     if not isinstance(specs, Sequence):
         raise TypeError(
-            f"a reward is a name, a callable, or a list of these, got {short(specs)}; weights go into reward_weights"
+            f"a reward must be a name, a callable or a list of these, got {short(specs)}; set weights in reward_weights"
         )
     if not specs:
         raise ValueError("give at least one reward")
@@ -244,5 +246,5 @@ def _name(spec: Spec) -> str:
 
 
 def _unique(names: list[str]) -> list[str]:
-    """Number repeated names: two files may each have a ``reward_func``."""
+    """Append numbers to repeated names: two files may each define a ``reward_func``."""
     return [name if (n := names[:i].count(name)) == 0 else f"{name}_{n + 1}" for i, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""The small rewards: exact, choice, number, regex, format, overlong. ``maths.py`` has ``math``."""
+"""The rewards exact, choice, number, regex, format and overlong. ``math`` is in ``maths.py``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from poise.tasks.rewards.base import gold_of, text_of, wrong_answer_feedback
 
 
 class Compares:
-    """A reward of 1.0 for the right answer and 0.0 for any other; None if the data has no answer.
+    """A reward of 1.0 for the right answer and 0.0 for any other answer; None for a row without a right answer.
 
-    ``column`` has the right answer; by default it is a column with a common name.
+    ``column`` names the column with the right answer (default: a column with a common name).
     """
 
     __name__: ClassVar[str]
@@ -24,21 +24,21 @@ class Compares:
     form: ClassVar[str] = "Write the answer between <answer> and </answer>."
 
     def __call__(self, /, completions: list[Any], **columns: Any) -> list[float | None]:
-        """One value per completion."""
+        """Return one value per completion."""
         golds = gold_of(self.__name__, columns, self.column, len(completions))
         texts = [text_of(completion) for completion in completions]
         return [self._value(text, gold) if gold else None for text, gold in zip(texts, golds, strict=True)]
 
     def answer(self, text: str) -> str | None:
-        """The reply's answer in a normal form, so that equal answers are equal texts."""
+        """Return the reply's answer in a normal form, so that equal answers have equal texts."""
         raise NotImplementedError
 
     def gold(self, text: str) -> str | None:
-        """The right answer in the form of ``answer``."""
+        """Return the right answer in the same form as ``answer``."""
         raise NotImplementedError
 
     def feedback(self, text: str, value: float) -> str:
-        """The wrong answer that was read, or how to write an answer."""
+        """Return the wrong answer that was read, or how to write an answer; "" if the answer is right."""
         return "" if value >= 1 else wrong_answer_feedback(self.answer(text), text, self.form)
 
     def _value(self, text: str, golds: list[str]) -> float:
@@ -48,7 +48,7 @@ class Compares:
 
 @dataclass(frozen=True)
 class Exact(Compares):
-    """The answer is the gold text; whitespace is ignored. If a reply states no answer, the whole reply counts.
+    """1.0 if the stated answer, or else the whole reply, equals the gold text up to whitespace; else 0.0.
 
     With ``ignore_case`` upper and lower case are equal.
     """
@@ -58,25 +58,25 @@ class Exact(Compares):
     __name__ = "exact"
 
     def answer(self, text: str) -> str | None:
-        """The stated answer, or the whole reply, with single blanks."""
+        """Return the stated answer, or the whole reply, with single spaces."""
         answer = answers.final_answer(text)
         return self._spelling(answers.tidy(answers.conclusion(text)) if answer is None else answer)
 
     def gold(self, text: str) -> str | None:
-        """The gold text in the same spelling."""
+        """Return the gold text in the same spelling."""
         return self._spelling(answers.gold(text))
 
     def _spelling(self, text: str) -> str | None:
         text = unicodedata.normalize("NFC", " ".join(text.split()))
-        text = text.removesuffix(".0") if re.fullmatch(r"-?\d+\.0", text) else text  # a whole number in a float column
+        text = text.removesuffix(".0") if re.fullmatch(r"-?\d+\.0", text) else text  # an integer in a float column
         return (text.casefold() if self.ignore_case else text) or None
 
 
 @dataclass(frozen=True)
 class Choice(Compares):
-    """The answer is one of ``letters``: ``B``, ``(B)``, ``B. Paris``, ``option B``.
+    """1.0 if the answer is the right one of ``letters``: ``B``, ``(B)``, ``B. Paris``, ``option B``.
 
-    A gold number counts from 0, as in MMLU.
+    A number in the gold column is an index from 0, as in MMLU.
     """
 
     letters: str = "ABCDE"
@@ -89,12 +89,12 @@ class Choice(Compares):
             raise ValueError(f"choice: letters must be capital letters such as 'ABCD', got {short(self.letters)}")
 
     def answer(self, text: str) -> str | None:
-        """The stated letter, or the letter that starts the reply."""
+        """Return the stated letter, or the letter at the start of the reply."""
         answer = answers.final_answer(text)
         return self._letter(answers.conclusion(text) if answer is None else answer)
 
     def gold(self, text: str) -> str | None:
-        """The letter of the gold column."""
+        """Return the letter in the gold column."""
         text = text.strip()
         if text.isdecimal() and len(text) < 3 and int(text) < len(self.letters):
             return self.letters[int(text)]
@@ -113,7 +113,7 @@ class Choice(Compares):
         return None if re.match(r"\s+[a-z]", rest) or self._another(match[1], rest) else match[1].upper()
 
     def _another(self, letter: str, rest: str) -> bool:
-        """Whether a second letter follows: ``A, B``, ``A/B``, ``(A) and (B)``, ``A B``. Then there is no answer."""
+        """Whether a second letter makes the answer ambiguous: ``A, B``, ``A/B``, ``(A) and (B)``, ``A B``."""
         letters = self.letters if letter.isupper() else self.letters.lower()
         separator = r"[\s)\]}*_$.({[]*(?:(?:[,/;&+|\-]|and\b|or\b)[\s)\]}*_$({[]*)+"
         match = re.match(rf"(?:{separator}|[\s)\]}}*_$.]*[({{[]|[)\]}}*_$]*\s+(?=.\W*$))([{letters}])(?![\w'’])", rest)
@@ -122,9 +122,9 @@ class Choice(Compares):
 
 @dataclass(frozen=True)
 class Number(Compares):
-    """The answer is the gold number, exactly, or within ``tolerance`` times its absolute value.
+    """1.0 if the answer is the gold number, exactly or within ``tolerance`` times the gold number's absolute value.
 
-    With ``last_number`` the last number counts if a reply states no answer, as is usual for GSM8K.
+    With ``last_number``, the last number is the answer if a reply states no answer, as is usual for GSM8K.
     """
 
     tolerance: float = 0.0
@@ -137,7 +137,7 @@ class Number(Compares):
         check_range("number", "tolerance", self.tolerance, 0, 1)
 
     def answer(self, text: str) -> str | None:
-        """The value as an exact fraction."""
+        """Return the answer's value as an exact fraction."""
         value = self._read(text)
         return None if value is None else str(value)
 
@@ -158,7 +158,7 @@ class Number(Compares):
 
 
 def _number_in(text: str) -> Fraction | None:
-    """The number in a stated answer."""
+    """Return the number in a stated answer; None if there is none."""
     return None if len(text) > formulas.LONGEST else equality.answer_number(formulas.clean(text.replace("**", " ")))
 
 
@@ -172,32 +172,33 @@ class Regex:
     pattern: str = ""
     ignore_case: bool = False
     __name__ = "regex"
-    isolated: ClassVar[bool] = True  # a pattern may never finish on some texts
+    isolated: ClassVar[bool] = True  # on some texts, a pattern may never finish
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not self.pattern:
-            raise ValueError("regex: give the pattern to look for: regex(pattern='…')")
+            raise ValueError("regex needs a pattern: regex(pattern='…')")
         try:
             re.compile(self.pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"regex: pattern {short(self.pattern)} is not a regular expression: {error}") from None
 
     def __call__(self, /, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
-        """One value per completion."""
+        """Return one value per completion."""
         pattern = re.compile(self.pattern, re.IGNORECASE if self.ignore_case else 0)
         return [float(bool(pattern.search(text_of(completion)))) for completion in completions]
 
     def feedback(self, text: str, value: float) -> str:  # noqa: ARG002
-        """Says that the form is wrong, but not the pattern, because it may contain the answer."""
-        return "" if value >= 1 else "The reply does not have the form that is asked for."
+        """Say that the form is wrong, without the pattern, which may contain the answer."""
+        return "" if value >= 1 else "The reply does not have the required form."
 
 
 @dataclass(frozen=True)
 class Format:
-    """1.0 if the reply is ``<think>…</think><answer>…</answer>`` and otherwise only blanks, else 0.0.
+    """1.0 if the reply consists of ``<think>…</think><answer>…</answer>`` and whitespace, else 0.0.
 
-    Each tag of ``tags`` must occur once, in this order. With ``rest``, text may follow the last tag. With ``opened``,
-    the prompt has already opened the first tag, as some chat templates do, and the reply begins inside it.
+    Each tag in ``tags`` must occur once, in this order. With ``rest``, text may follow the last tag. ``opened`` says
+    that the prompt already contains the first opening tag, as in some chat templates, so the reply starts inside this
+    tag.
     """
 
     tags: tuple[str, ...] = ("think", "answer")
@@ -212,11 +213,11 @@ class Format:
         object.__setattr__(self, "tags", tags)
 
     def __call__(self, /, completions: list[Any], **columns: Any) -> list[float | None]:  # noqa: ARG002
-        """One value per completion."""
+        """Return one value per completion."""
         return [float(self._holds(text_of(completion))) for completion in completions]
 
     def feedback(self, text: str, value: float) -> str:
-        """The first tag that is missing or repeated, or the required form."""
+        """Describe the first missing or repeated tag, or the required form."""
         if value >= 1:
             return ""
         form = "".join(f"<{tag}>...</{tag}>" for tag in self.tags)
@@ -239,7 +240,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Overlong:
-    """DAPO's soft length penalty: 0 up to ``max_tokens − buffer`` tokens, then down to −1 at ``max_tokens``.
+    """DAPO's soft length penalty: 0 up to ``max_tokens − buffer`` tokens, then linear to −1 at ``max_tokens``.
 
     Paper: arXiv 2503.14476, equation 13 (L_max is ``max_tokens``, L_cache is ``buffer``).
     """
@@ -253,11 +254,11 @@ class Overlong:
         check_range("overlong", "buffer", self.buffer, 0, self.max_tokens)
 
     def __call__(self, /, completion_ids: list[list[int]], **columns: Any) -> list[float | None]:  # noqa: ARG002
-        """One value per completion."""
+        """Return one value per completion."""
         return [self._penalty(len(ids)) for ids in completion_ids]
 
     def feedback(self, text: str, value: float) -> str:  # noqa: ARG002
-        """Says that the reply is too long."""
+        """Say that the reply is too long; "" if it is not."""
         return "" if value >= 0 else f"The reply is too long: stay below {self.max_tokens - self.buffer} tokens."
 
     def _penalty(self, length: int) -> float:

@@ -1,7 +1,7 @@
-"""Calls a reward. Run as a script, this is the worker process in which a reward runs, so that it can be killed.
+"""Call a reward. As a script, this file is the worker process that runs a reward and that poise can kill.
 
-The script needs only the standard library. It imports neither poise nor torch, but a reward may. Requests and replies
-are JSON, and nothing is unpickled. A reply has the number of its request.
+The script needs only the standard library. The script imports neither poise nor torch, but a reward may import both.
+Requests and replies are JSON, and nothing is unpickled. A reply has the number of its request.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-MEMORY = 4 << 30  # bytes that a check of formulas may use
-NO_COLUMNS = ("trainer_state", "log_extra", "log_metric", "environments")  # the other arguments of a reward
+MEMORY = 4 << 30  # bytes; the memory limit for comparing formulas
+NO_COLUMNS = ("trainer_state", "log_extra", "log_metric", "environments")  # arguments of a reward that are not columns
 
 
 class WrongError(Exception):
-    """A reward raised, or its values or arguments are wrong. ``row`` is the row at fault, if known."""
+    """A reward raised an error, or its values or arguments are wrong. ``row`` is the index of the row, if known."""
 
     def __init__(self, text: str, row: int | None = None, raised: bool = False):
         super().__init__(text)
@@ -39,7 +39,7 @@ class WrongError(Exception):
 
 
 def call(reward: Callable[..., Any], arguments: Mapping[str, Any], count: int) -> list[float | None]:
-    """The reward's values for ``count`` completions, as Python floats."""
+    """Call the reward, and return its values for ``count`` completions as Python floats or None."""
     _check_arguments(reward, arguments)
     try:
         values = result_of(reward(**arguments))
@@ -49,9 +49,7 @@ def call(reward: Callable[..., Any], arguments: Mapping[str, Any], count: int) -
         text = f": {error}" if str(error) else ""
         raise WrongError(f"raised {type(error).__name__}{text}{_place(error)}", raised=True) from error
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
-        raise WrongError(
-            f"returned {type(values).__name__}; a list with one number (or None) per completion is expected"
-        )
+        raise WrongError(f"returned {type(values).__name__}, not a list with one number (or None) per completion")
     values = list(values)
     if len(values) != count:
         raise WrongError(f"returned {len(values)} values instead of {count}, one per completion")
@@ -67,12 +65,12 @@ def _number(row: int, value: Any) -> float | None:
             number = float(value)
     if number is None or not math.isfinite(number):
         text = repr(value)[:100] if number is None else str(number)
-        raise WrongError(f"returned {text}; a finite number, or None where it does not apply, is expected", row)
+        raise WrongError(f"returned {text}, not a finite number (or None if the reward does not apply)", row)
     return number
 
 
 def _check_arguments(reward: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise if the reward does not accept the arguments, and say what to do."""
+    """Raise an error that says what to do if the reward does not accept the arguments."""
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # functions written in C may have no signature
@@ -83,32 +81,35 @@ def _check_arguments(reward: Callable[..., Any], arguments: Mapping[str, Any]) -
         columns = ", ".join(name for name in arguments if name not in NO_COLUMNS)
         raise WrongError(
             f"cannot be called ({error}): it gets {columns}, and {', '.join(NO_COLUMNS[:3])}; name its arguments after "
-            "the columns of your data, and add **kwargs for the others"
+            "the columns of your data, and add **kwargs for the other arguments"
         ) from None
 
 
 def result_of(value: Any) -> Any:
-    """The value, or the result of a coroutine, which runs in a new thread: a notebook's thread already runs a loop."""
+    """Return the value or, if it is a coroutine, its result.
+
+    The coroutine runs in a new thread, because a notebook's thread already runs an event loop.
+    """
     if not inspect.isawaitable(value):
         return value
 
     async def outcome() -> Any:
         return await value
 
-    import asyncio  # slower to import than everything else here
+    import asyncio  # slower to import than all other modules here
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, outcome()).result()
 
 
 def _place(error: BaseException) -> str:
-    """The user's file and line: the last entry of the traceback outside this file."""
+    """Return the user's file and line: the last entry of the traceback that is not in this file."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and f.filename[:1] != "<"]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def resolve(module: str, name: str) -> Any:
-    """The object of that name in a module, or in the file if ``module`` ends in ``.py``."""
+    """Return the object ``name`` from a module, or from a file if ``module`` ends in ``.py``."""
     if module.endswith(".py"):
         target: Any = _from_file(Path(module))
     else:
@@ -119,19 +120,19 @@ def resolve(module: str, name: str) -> Any:
 
 
 def _from_file(file: Path) -> Any:
-    sys.path += [str(file.parent)] * (str(file.parent) not in sys.path)  # it may import its neighbours
+    sys.path += [str(file.parent)] * (str(file.parent) not in sys.path)  # the file may import modules from its folder
     name = f"{file.stem}_reward"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
+    sys.modules[name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
 
 def build(target: Any, args: list[Any] | None, settings: dict[str, Any]) -> Callable[..., Any]:
-    """The reward: ``target`` itself, or the result of calling it if it is a class or has settings (``args``)."""
+    """Return ``target``, or the result of calling ``target`` if it is a class or has settings (``args``)."""
     reward = target(*(args or []), **settings) if args is not None or inspect.isclass(target) else target
     if not callable(reward):
         raise TypeError(f"{reward!r} is not callable")
@@ -139,7 +140,7 @@ def build(target: Any, args: list[Any] | None, settings: dict[str, Any]) -> Call
 
 
 class Log:
-    """Collects what a reward reports with ``log_extra`` and ``log_metric``."""
+    """Collects the values that a reward reports with ``log_extra`` and ``log_metric``."""
 
     def __init__(self, count: int):
         self.count = count
@@ -154,12 +155,12 @@ class Log:
         self.extra[str(column)] = values
 
     def log_metric(self, name: str, value: float) -> None:
-        """Record a number about the whole batch."""
+        """Record a metric of the whole batch."""
         self.metrics.append((str(name), float(value)))
 
 
 def receive(connection: Connection) -> dict[str, Any]:
-    """The next request. Ends the process if there are no more."""
+    """Return the next request. Exit the process if the connection is closed."""
     try:
         return json.loads(connection.recv_bytes())  # type: ignore[no-any-return]
     except (EOFError, OSError):
@@ -168,12 +169,12 @@ def receive(connection: Connection) -> dict[str, Any]:
 
 def reply(connection: Connection, request: Mapping[str, Any], **answer: Any) -> None:
     """Answer a request."""
-    with suppress(BrokenPipeError):  # nobody is waiting for it
+    with suppress(BrokenPipeError):  # no process waits for the reply
         connection.send_bytes(json.dumps({"number": request["number"], **answer}, default=str).encode())
 
 
 def serve_reward(connection: Connection) -> NoReturn:
-    """Load one reward, and call it for each request."""
+    """Load one reward, and call the reward for each request."""
     owner, request = os.getpid(), receive(connection)
     sys.path[:] = request["path"]
     try:
@@ -185,7 +186,7 @@ def serve_reward(connection: Connection) -> NoReturn:
     while True:
         request = receive(connection)
         answer = _outcome(reward, request["count"], request["arguments"], request["state"])
-        if os.getpid() != owner:  # the reward forked, and this is the fork
+        if os.getpid() != owner:  # this process is a fork that the reward created
             os._exit(0)
         reply(connection, request, **answer)
 
@@ -203,10 +204,10 @@ def _outcome(
 
 
 def serve_math(connection: Connection) -> NoReturn:
-    """Compare formulas with math-verify, which is loaded once; the checks run in a fork.
+    """Load math-verify once, and compare formulas in a fork.
 
-    If a check exceeds its processor time, the system kills the fork, and a new fork is ready in a few milliseconds.
-    Other processes on a busy machine do not use up this time.
+    If a check exceeds its limit of CPU time, the operating system kills the fork, and a new fork is ready in a few
+    milliseconds. Unlike wall-clock time, CPU time does not depend on other processes on a busy machine.
     """
     request = receive(connection)
     sys.path[:] = request["path"]
@@ -216,13 +217,13 @@ def serve_math(connection: Connection) -> NoReturn:
         reply(connection, request, wrong=f"{type(error).__name__}: {error}")
         sys.exit()
     reply(connection, request)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # parsers write warnings about models' texts there
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # stderr: parsers write warnings about models' texts
     current = mmap.mmap(-1, 8)  # the number of the fork's current request
     while True:
         if (fork := os.fork()) == 0:
             _check_all(connection, check, current)
         code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-        if code in (0, -signal.SIGKILL, -signal.SIGTERM):  # no more requests, or killed from outside
+        if code in (0, -signal.SIGKILL, -signal.SIGTERM):  # no more requests, or killed by another process
             sys.exit(abs(code))
         reply(connection, {"number": int.from_bytes(current[:], "big")}, equal=None)
 
@@ -245,8 +246,8 @@ def _check_all(connection: Connection, check: Callable[[str, str, bool], bool], 
 
 
 def limit_memory() -> None:
-    """Limit this process to MEMORY bytes."""
-    import resource  # Windows has none
+    """Limit the memory of this process to ``MEMORY`` bytes."""
+    import resource  # not available on Windows
 
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY or most > MEMORY:
@@ -255,7 +256,7 @@ def limit_memory() -> None:
 
 
 def _math_check() -> Callable[[str, str, bool], bool]:
-    """A function that compares two formulas, already warmed up: the first use of each part of sympy is slow."""
+    """Return a function that compares two formulas. Warm up sympy, because the first use of each module is slow."""
     import logging
     from dataclasses import replace
 
@@ -299,10 +300,10 @@ WARM_UP = (
 
 
 def supervise(worker: int, connection: Connection) -> NoReturn:
-    """Wait until the worker ends, or the trainer ends or hangs up; then kill every process that the worker started.
+    """Wait until the worker ends, or the trainer ends or disconnects; then kill every process that the worker started.
 
-    No user code runs here, so nothing can prevent this. On Linux, orphans become children of this process, even orphans
-    in another session.
+    No user code runs in this process, so no user code can prevent the kill. On Linux, orphaned processes become
+    children of this process, even in another session.
     """
     threading.Thread(target=_kill_at_hang_up, args=(worker, connection), daemon=True).start()
     while True:
@@ -323,13 +324,13 @@ def supervise(worker: int, connection: Connection) -> NoReturn:
 
 def _kill_at_hang_up(worker: int, connection: Connection) -> None:
     poll = select.poll()
-    poll.register(connection, 0)  # reports only that the other end is closed
+    poll.register(connection, 0)  # reports only when the other end is closed
     poll.poll()
     os.kill(worker, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl, which only Linux has."""
+    """Call prctl on Linux; do nothing on other systems."""
     if sys.platform == "linux":
         import ctypes
 
@@ -337,7 +338,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main() -> None:
-    """Run the service that the command line names; its first argument is the connection's file descriptor."""
+    """Run a service. The command-line arguments are the connection's file descriptor and the service's name."""
     connection, service = Connection(int(sys.argv[1])), sys.argv[2]
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     if worker := os.fork():
