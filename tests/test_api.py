@@ -324,7 +324,7 @@ class NoTask:
         ({"environment": 3}, TypeError, "an environment is a class, a function or an object with reset, got 3"),
         ({"task": 3}, TypeError, "a task has problems"),
         ({"resume": "runs/nowhere"}, FileNotFoundError, "runs/nowhere"),
-        ({"resume": "runs/x", "run": "runs/y"}, ConfigError, "leave run out"),
+        ({"resume": "runs/x", "run": "runs/y"}, ConfigError, "remove run"),
         ({"recipe": "none"}, ConfigError, "unknown recipe 'none'"),
         ({"resume": True}, TypeError, 'resume: name the folder of the run, resume="runs/mine"; got True'),
         ({"recipe": 3}, TypeError, "recipe: expected a recipe's name, a YAML file or a poise.Config, got 3"),

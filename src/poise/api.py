@@ -97,7 +97,7 @@ def _config(
     if resume is None:
         return complete(None if recipe is None else os.fspath(recipe), changes)
     for key in [key for key in ("recipe", "run") if key in changes or (key == "recipe" and recipe is not None)]:
-        raise ConfigError(f"resume={os.fspath(resume)!r} names the run, whose settings are used: leave {key} out")
+        raise ConfigError(f"resume={os.fspath(resume)!r} continues a run with its own settings: remove {key}")
     from poise.runs.folder import RunFolder
     from poise.training.config.run_settings import of_run
 

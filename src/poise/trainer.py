@@ -69,7 +69,7 @@ def train(
             return summary
         check_trackers(config.tracking)
         components = build(config, folder)
-        components.notes += [f"{', '.join(edits)}: edited since the run began, as code.json says"] if edits else []
+        components.notes += [f"{', '.join(edits)}: edited since the run began (see code.json)"] if edits else []
         preflight(config, components)
         return Trainer(config, folder, components, quiet=quiet).run(before, callbacks)
 

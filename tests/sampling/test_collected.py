@@ -43,8 +43,8 @@ def collected(result, name="mine.py:Mine", advantage="group-zscore"):
         (([1, 2], None), "must return a list of poise.sampling.algorithms.Trajectory first"),
         ((PAIR, "text"), "must return its memory as a dict, or None, got 'text'"),
         ((PAIR, {"x": object()}), "goes into checkpoints as JSON: Object of type object"),
-        (([ROW], None), "sample 0 has nothing to be compared with: give it the group"),
-        (([*PAIR, replace(ROW, group=1)], None), "sample 2 has nothing to be compared with"),
+        (([ROW], None), "sample 0 has no other sample to be compared with: put it in a group"),
+        (([*PAIR, replace(ROW, group=1)], None), "sample 2 has no other sample to be compared with"),
         (lambda: {}["boo"], r"KeyError: 'boo' \(.*test_collected.py, line"),
     ],
 )

@@ -117,7 +117,7 @@ def test_starting_vllm_is_announced(monkeypatch):
     said = []
     choose(tiny("llama"), "vllm", note=said.append, memory=0.25)
     assert len(said) == 1
-    assert "starts with the first prompts, and takes up to 25% of the device's memory (rollout.vllm_memory)" in said[0]
+    assert "starts at the first prompts and takes up to 25% of the device's memory (rollout.vllm_memory)" in said[0]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])  # with a tied head, and with one of its own and biases

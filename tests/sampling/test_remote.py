@@ -86,11 +86,11 @@ def cut(handler):
 
 LIES = {
     "html": ((200, b"<html><h1>Welcome</h1>\x1b[31m</html>"), r'not JSON \(status 200: "<html><h1>Welcome</h1>\?\['),
-    "no list": ((200, b'{"choice": []}'), "no completion"),
+    "no list": ((200, b'{"choice": []}'), "not a completion"),
     "none": ((200, b'{"choices": []}'), "its answer has 0 continuations, but one was requested"),
     "two": ((200, b'{"choices": [{"text": "a"}, {"text": "b"}]}'), "its answer has 2 continuations"),
-    "a number": ((200, b'{"choices": [{"text": 7}]}'), "the text of its reply is no text"),
-    "a list": ((200, b"[]"), "no completion"),
+    "a number": ((200, b'{"choices": [{"text": 7}]}'), "the text of its reply is not a string"),
+    "a list": ((200, b"[]"), "not a completion"),
     "nothing": ((200, b""), "not JSON"),
     "deep": ((200, b"[" * 200_000), "not JSON"),
     "too long": (completion("x", tokens=9), "its reply has 9 tokens, but at most 8 were requested"),
@@ -147,7 +147,7 @@ def test_slow_servers_are_cut_off_even_if_they_send_something_all_the_time():
 
     for way in (drip, silent):
         with serving(lambda *_, way=way: way) as server:
-            with pytest.raises(ReceiverError, match=r"it took longer than 0.5 seconds"):
+            with pytest.raises(ReceiverError, match=r"the request took longer than 0.5 seconds"):
                 ask(server, timeout=0.5)
             ended.set()
         ended.clear()
@@ -185,7 +185,7 @@ def test_settings():
     assert Rltr(receiver="http://h/v1", timeout=5).servers["receiver"] == (Server("http://h/v1", 5), None)
     assert Rltr(receiver="http://h/v1").models == {}
     for text, message in [
-        ("rltr(timeout=5)", "timeout is for a receiver with an address"),
+        ("rltr(timeout=5)", "timeout applies only to a receiver on a server"),
         ("rltr(receiver='http://h/v1', timeout=0)", "timeout must be between 0.01"),
         ("rltr(receiver='http://h/v1', patience=-1)", "patience must be between 0.0"),
     ]:

@@ -200,7 +200,7 @@ def test_a_receiver_with_another_vocabulary_reads_text(policy):
     said = []
     algorithm = Rltr(group=2, low=0.55, high=0.55)
     algorithm.check(played, said.append)
-    assert said == ["receiver: its vocabulary differs from the policy's, so prefixes are passed on as text"]
+    assert said == ["the receiver's vocabulary differs from the policy's, so prefixes are passed as text"]
     samples = collect(algorithm, played)
     (asked,) = played.others["receiver"].engine.asked
     texts = [other.tokenizer.decode(request.prompt.tokens) for request in asked]
@@ -371,7 +371,7 @@ def test_a_run_killed_while_the_receiver_samples_resumes_bit_for_bit(tmp_path):
         ("rltr(transfer=-1)", "transfer must be between 0.0 and 1000.0, got -1"),
         ("rltr(transfer='much')", "transfer must be a number"),
         ("rltr(low=0.8, high=0.2)", "low = 0.8, high = 0.2: .* low must not be above high"),
-        ("rltr(high=0)", "nor high 0"),
+        ("rltr(high=0)", "high must be above 0"),
         ("rltr(high=2)", "high must be between 0.0 and 1.0"),
         ("rltr(continuations=0)", "continuations must be between 1"),
         ("rltr(continuations=1.5)", "continuations must be a whole number"),

@@ -57,7 +57,7 @@ def test_rows_with_an_advantage_of_their_own_are_nothing_to_compare_others_with(
         def collect(self, *_):
             return [own, other], None
 
-    with pytest.raises(ValueError, match="sample 1 has nothing to be compared with"):
+    with pytest.raises(ValueError, match="sample 1 has no other sample to be compared with"):
         collect(Mixed(), [], None, 0, name="mixed", advantage=advantages.get("group-zscore"))
 
 

@@ -256,7 +256,7 @@ def test_another_model_in_vllm_is_noticed(monkeypatch):
     monkeypatch.setattr("poise.sampling.vllm_engine.weights", lambda _: weights(other))
     for before, advice in (
         (0, "use rollout.engine=auto"),
-        (1, "vLLM was started in this process before: begin a new process"),
+        (1, "vLLM was started in this process before: start a new process"),
     ):
         monkeypatch.setattr(VllmEngine, "started", before)
         with pytest.raises(ModelError, match=f"does not run the same model; {advice}"):

@@ -32,15 +32,15 @@ def choose(
     if choice == "vllm":
         engine = VllmEngine(policy, batch, memory, micro_tokens)
         note(
-            "vLLM samples, in this process: it starts with the first prompts, and takes up to "
+            "sampling with vLLM, in this process: vLLM starts at the first prompts and takes up to "
             f"{memory:.0%} of the device's memory (rollout.vllm_memory)"
         )
         return engine
     name = type(policy.base).__name__
     if policy.length_limit is not None:
         note(
-            f"{name}: the rotary embedding changes with length; poise uses the one for {policy.length_limit} tokens "
-            "at every length"
+            f"{name}: the rotary embedding changes with length; poise uses the embedding for {policy.length_limit} "
+            "tokens at every length"
         )
     if choice != "transformers" and native.supports(policy):
         return NativeEngine(policy, batch)
@@ -49,7 +49,7 @@ def choose(
     if not cached.supports(policy):
         raise ModelError(
             f"{name}: sampling with transformers' cache does not give the log-probabilities of a plain forward pass, "
-            "so poise cannot train it; please report the architecture"
+            "so poise cannot train this model; please report the architecture"
         )
     if choice == "auto":
         note(f"{name} cannot use the native engine; sampling falls back to transformers' cache, which is slower")

@@ -102,8 +102,8 @@ class Server:
         parts = urlsplit(self.address)
         if not is_address(self.address) or not parts.hostname or parts.query or parts.username:
             raise ValueError(
-                f"{quote(self.address)} is not the address of a server: write http://HOST:PORT/v1, and #NAME behind it "
-                "if the server has several models"
+                f"{quote(self.address)} is not the address of a server: write http://HOST:PORT/v1, and append "
+                "#NAME if the server has several models"
             )
         check_range("receiver", "timeout", self.timeout, 0.01)
         check_range("receiver", "patience", self.patience, 0.0)
@@ -155,7 +155,7 @@ def _reply(answer: Any, body: Any) -> Reply:
         raise _LieError(f"its answer has {len(answer['choices'])} continuations, but one was requested")
     choice, used = answer["choices"][0], (answer.get("usage") or {}).get("completion_tokens")
     if not isinstance(choice["text"], str):
-        raise _LieError("the text of its reply is no text")
+        raise _LieError("the text of its reply is not a string")
     if used is not None and not 0 <= int(used) <= body["max_tokens"]:
         raise _LieError(f"its reply has {int(used)} tokens, but at most {body['max_tokens']} were requested")
     return Reply(choice["text"], choice.get("finish_reason") != "length")
@@ -197,15 +197,15 @@ class _Calls:
             except _RefusedError as error:
                 raise ReceiverError(f"the receiver at {where} {error}") from None
             except _MALFORMED:
-                why = "its answer is no completion"
+                why = "its answer is not a completion"
             except (_LieError, OSError, HTTPException) as error:
                 why = str(error) or type(error).__name__
             tried = time.monotonic() - start
             if self.stopped.is_set() or tried + pause > self.server.patience:
                 raise ReceiverError(
-                    f"the receiver at {where} has given no usable answer ({why}) for {tried:.0f} seconds: look at "
-                    "the server's log, start it again, and resume; patience=SECONDS waits longer, timeout=SECONDS "
-                    "allows slower answers"
+                    f"the receiver at {where} has given no usable answer ({why}) for {tried:.0f} seconds: check "
+                    "the server's log, restart the server, and resume the run; patience=SECONDS waits longer, "
+                    "timeout=SECONDS allows slower answers"
                 )
             if not self.said.is_set():
                 self.said.set()
@@ -241,7 +241,7 @@ class _Calls:
         finally:
             connection.close()
         if time.monotonic() - start >= limit:
-            raise TimeoutError(f"it took longer than {limit:g} seconds")
+            raise TimeoutError(f"the request took longer than {limit:g} seconds")
         if len(content) > most:
             raise _LieError(f"its answer has more than {counted(most, 'byte')}")
         shown = f"status {answer.status}: {quote(content[:1000].decode(errors='replace'))}"

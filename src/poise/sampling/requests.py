@@ -137,17 +137,17 @@ class Session:
 
     def _check(self, requests: Sequence[Request]) -> None:
         if not self._open:
-            raise ValueError("this session has ended: open another one for new episodes")
+            raise ValueError("this session has ended: open a new session for new episodes")
         keepers = [number for number, request in zip(numbers(requests), requests, strict=True) if request.keep]
         if len(set(keepers)) < len(keepers):
-            raise ValueError("two requests with keep=True have the same number: give each its own")
+            raise ValueError("two requests with keep=True have the same number: give each request its own number")
         for i, request in enumerate(requests):
             if request.continues is None:
                 continue
             if request.continues not in self._dialogues:
                 raise ValueError(
                     f"request {i} continues request number {request.continues}, which the previous call did not keep: "
-                    "set keep=True there"
+                    "set keep=True on that request"
                 )
             before = self._dialogues[request.continues]
             if len(request.prompt.tokens) <= len(before) or request.prompt.tokens[: len(before)] != before:

@@ -76,7 +76,7 @@ class Rltr:
         if self.low > self.high or not self.high:
             raise ValueError(
                 f"rltr: low = {self.low}, high = {self.high}: these are the smallest and the largest share of the "
-                "reasoning that the receiver is shown, so low must not be above high, nor high 0"
+                "reasoning that the receiver reads: low must not be above high, and high must be above 0"
             )
         if not isinstance(self.receiver, str) or not self.receiver:
             raise TypeError(f"rltr: receiver must be 'start' or a model's name in quotes, got {short(self.receiver)}")
@@ -90,7 +90,9 @@ class Rltr:
             each.name for each in fields(self) if each.name in REMOTE and getattr(self, each.name) != each.default
         ]
         if unused:
-            raise ValueError(f"rltr: {' and '.join(unused)} is for a receiver with an address, receiver='http://…'")
+            raise ValueError(
+                f"rltr: {' and '.join(unused)} applies only to a receiver on a server, receiver='http://…'"
+            )
 
     @property
     def models(self) -> Mapping[str, str]:
@@ -108,11 +110,11 @@ class Rltr:
         """Raise TaskError for a task of several turns; log a note if prefixes are passed to the receiver as text."""
         if several_turns(sampler.task):
             raise TaskError(
-                f"algorithm rltr cuts the reasoning of one reply, and task {sampler.task.name!r} plays episodes of "
-                "several turns: a reply there is a move, not an answer; use algorithm=grpo, or a task of one turn"
+                f"algorithm rltr cuts the reasoning of a single reply, but task {sampler.task.name!r} plays episodes "
+                "of several turns, where a reply is a move, not an answer; use algorithm=grpo, or a task of one turn"
             )
         if not same_tokens(sampler.policy, sampler.others["receiver"].policy):
-            note("receiver: its vocabulary differs from the policy's, so prefixes are passed on as text")
+            note("the receiver's vocabulary differs from the policy's, so prefixes are passed as text")
 
     def collect(
         self, problems: Sequence[Problem], sampler: Sampler, seed: int, memory: Memory | None = None
@@ -178,8 +180,8 @@ class Rltr:
         if self.answer != 1:
             if "answer" not in parts or not isclose(sum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-6):
                 raise TaskError(
-                    f"rltr: answer = {self.answer} is the weight of the reward's part 'answer', and this task's reward "
-                    f"of {reward:g} is not a sum with such a part (its parts: {parts}): leave answer out, and change "
+                    f"rltr: answer = {self.answer} is the weight of the reward's part 'answer', but this task's reward "
+                    f"of {reward:g} is not a sum with such a part (its parts: {parts}): remove answer, and change "
                     "transfer or task.reward_weights instead"
                 )
             reward += (self.answer - 1) * parts["answer"]

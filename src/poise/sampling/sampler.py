@@ -255,7 +255,7 @@ class Sampler:
         if self.max_prompt is not None and len(ids) > self.max_prompt:
             raise LongPromptError(
                 f"the prompt of problem {problem.id} has {len(ids)} tokens, more than rollout.max_prompt="
-                f"{self.max_prompt}: raise it, or make the task's prompts shorter"
+                f"{self.max_prompt}: raise it, or shorten the task's prompts"
             )
         described = f"the prompt of problem {problem.id} with {len(ids)} tokens"
         self.policy.check_positions(len(ids), self.max_tokens, described)

@@ -150,7 +150,7 @@ def _checked(result: Any, advantage: Estimate) -> tuple[list[Trajectory], Memory
         alone = sample.group is None or sizes[sample.group] == 1
         if alone and sample.advantage is None and sample.score.failed is None and advantage.needs_groups:
             raise ValueError(
-                f"sample {row} has nothing to be compared with: give it the group of other samples, or an advantage of "
-                "its own, or set advantage=reinforce-pp"
+                f"sample {row} has no other sample to be compared with: put it in a group with other samples, set its "
+                "advantage, or set advantage=reinforce-pp"
             )
     return samples, memory

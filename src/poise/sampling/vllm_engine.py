@@ -27,7 +27,7 @@ from poise.sampling.draws import Sampling, streams
 from poise.sampling.requests import Completion, Done, Request, check_requests, numbers
 
 INSTALL = (
-    f"{how_to_install('vllm')}; or for a CPU, in an environment of its own and from a clone: "
+    f"{how_to_install('vllm')}; or, for a CPU, in a separate environment and from a clone: "
     "make .venv-vllm/installed, then .venv-vllm/bin/poise"
 )
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures: vLLM raises lower ones to 0.01, and refuses values above 2
@@ -192,7 +192,7 @@ class VllmEngine:
             raise ModelError(f"rollout.engine=vllm: vLLM cannot sample from {name} here ({why}); {advice}") from error
         half = next(self.policy.trunk.parameters()).dtype in (torch.float16, torch.bfloat16)
         if not gap <= (0.2 if half else 1e-2):
-            second = "vLLM was started in this process before: begin a new process, or " * (VllmEngine.started > 1)
+            second = "vLLM was started in this process before: start a new process, or " * (VllmEngine.started > 1)
             raise ModelError(
                 f"rollout.engine=vllm: for {name}, vLLM's log-probabilities differ from the policy's by {gap:.3g} on "
                 f"average, so vLLM does not run the same model; {second}use rollout.engine=auto or transformers"

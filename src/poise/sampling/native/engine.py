@@ -235,7 +235,9 @@ def _tried_step(policy: Policy) -> FusedStep | None:
         failure = first_line(error)
     _WITHOUT_STEP.add(policy)
     name = type(policy.base).__name__
-    warnings.warn(f"{name} decodes through its own code, more slowly: the fused step failed ({failure})", stacklevel=2)
+    warnings.warn(
+        f"{name} decodes with transformers' own code, which is slower: the fused step failed ({failure})", stacklevel=2
+    )
     return None
 
 

@@ -56,7 +56,7 @@ def affordable(slots: int, per_slot: int, free: int, length: int) -> int:
         raise SlotMemoryError(
             f"sampling: the keys and values of one sequence of {length} tokens take {per_slot / 2**30:.2f} GiB, and "
             f"{free / 2**30:.2f} GiB are free: lower rollout.max_tokens (for episodes of several turns: "
-            "rollout.max_episode_tokens) or rollout.max_prompt, or optim.micro_tokens, whose passes come first"
+            "rollout.max_episode_tokens), rollout.max_prompt or optim.micro_tokens, whose passes take memory first"
         )
     return min(slots, fit)
 
