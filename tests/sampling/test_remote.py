@@ -107,7 +107,7 @@ def test_lies(lie):
     said, message = LIES[lie]
     with (
         serving(lambda *_: said() if callable(said) else said) as server,
-        pytest.raises(ReceiverError, match=f"no usable answer .*({message}).*start it again, and resume"),
+        pytest.raises(ReceiverError, match=f"no usable answer .*({message}).*restart the server, and resume"),
     ):
         ask(server)
 
