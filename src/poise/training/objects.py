@@ -92,7 +92,7 @@ class _Namer:
         if isinstance(reward, str | os.PathLike):
             return os.fspath(reward)
         if not callable(reward):
-            raise TypeError(f"a reward is a name, a callable, or a list of these, got {short(reward)}")
+            raise TypeError(f"a reward must be a name, a callable or a list of these, got {short(reward)}")
         return _text(reward, rewards.TABLE, rewards.get) or self.objects.add(reward, _title(reward))
 
     def _environment(self, environment: Any) -> str:
