@@ -319,7 +319,7 @@ def test_tasks():
         (["compare", "regulator=grpo; ar", "task.name=[1]"], "task.name = [1]: must be text: the name of a task"),
         (["train", "evaluation=on"], "must be off, or a group: evaluation.problems=200"),
         (["train", "evaluation=off", "stop_at=0.5"], "accuracy is not measured with evaluation=off"),
-        (["compare", "evaluation=off", "regulator=ar;grpo"], "a comparison compares held-out accuracy"),
+        (["compare", "evaluation=off", "regulator=ar;grpo"], "a comparison needs held-out accuracy"),
         (["eval", "embedded", "problems=0"], "problems = 0: must be at least 1"),
         (["eval", "a/b/c"], "a/b/c: there is no such folder"),
         (["train", "demo", *SMALL, "lora.targets=[nothing]", "run=x/y"], "lora.targets = ('nothing',): Target modules"),
