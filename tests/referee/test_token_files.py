@@ -171,9 +171,7 @@ def test_a_line_that_is_too_long_is_skipped(tmp_path, monkeypatch):
     path = write(tmp_path / "tokens.jsonl", made)
     recording = TokenFiles(path)
     assert recording.steps() == [1, 2, 3]
-    assert [text.partition(": ")[0] for text in recording.skipped()] == [
-        f"{path}, line {n} is skipped" for n in (2, 4)
-    ]
+    assert [text.partition(": ")[0] for text in recording.skipped()] == [f"{path}, line {n} is skipped" for n in (2, 4)]
 
 
 def test_files_without_a_response_are_refused_with_a_sentence(tmp_path):
