@@ -49,7 +49,7 @@ def default_block(device: torch.device, tokens: int, vocabulary: int) -> int:
 
 
 def cheaper_form(positive: int, width: int) -> Form:
-    """The form with fewer FLOP for N⁺ = ``positive`` tokens of correct responses."""
+    """The form that takes fewer FLOP for N⁺ = ``positive`` tokens of correct responses."""
     return "pair" if positive <= 2 * width else "linear"
 
 

@@ -228,7 +228,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             names = ", ".join(phase.name for phase in phases)
             raise CannotRegulateError(
                 f"{self._regulator_name} returned {len(phases)} phases ({names}), but {len(wants.phases)} in the trial "
-                "before training: always return all phases, even those without a token"
+                "before training: always return all phases, even those with no tokens"
             )
         if (wants.plain and not now.plain) or now.kl not in (ALL, wants.kl):
             check_config(self.args, now, self._regulator_name)

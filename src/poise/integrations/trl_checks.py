@@ -104,11 +104,11 @@ def check_config(args: Any, wants: Demands, name: str) -> None:
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise CannotRegulateError(
             f"optim={optimizer!r} updates the weights inside the backward pass, so poise could not skip the step of a "
-            f"phase of {name} without a token; use another optimizer, such as 'adamw_torch_fused'"
+            f"phase of {name} with no tokens; use another optimizer, such as 'adamw_torch_fused'"
         )
     if args.fp16 and not args.max_grad_norm:
         raise CannotRegulateError(
-            f"with fp16 and no gradient clipping, poise cannot skip the step of a phase of {name} without a token; set "
+            f"with fp16 and no gradient clipping, poise cannot skip the step of a phase of {name} with no tokens; set "
             "max_grad_norm (1e9 clips nothing), or bf16=True"
         )
     steps = period(args)
@@ -158,7 +158,7 @@ def check_trainer(trainer: Any, regulator: Regulator, wants: Demands, name: str)
     if trainer.is_deepspeed_enabled and len(wants.phases) > 1:
         raise CannotRegulateError(
             f"DeepSpeed takes the optimizer step inside the backward pass, so poise could not skip the step of a phase "
-            f"of {name} without a token; use FSDP or DDP"
+            f"of {name} with no tokens; use FSDP or DDP"
         )
     if "sampler_logp" in regulator.needs and not trainer.use_vllm and trainer.rollout_func is None:
         raise CannotRegulateError(

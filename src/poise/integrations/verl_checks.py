@@ -161,8 +161,9 @@ def check_linear(function: Any, config: Any, base: str, mode: str) -> None:
         local &= bool((pull.flatten() * (1 - one)).abs().max() < 1e-9)
     if not (local and loss.abs() < 1e-6 and gradient.abs().max() < 1e-6):
         raise CannotRegulateError(
-            f"the loss {base!r} with loss_agg_mode={mode!r} is not a sum over tokens in proportion to their "
-            "advantages, so weights on advantages would do something else. Use one of " + ", ".join(MASKABLE)
+            f"the loss {base!r} with loss_agg_mode={mode!r} is not a sum of one term per token, "
+            "proportional to its advantage, so weighting the advantages would not weight the tokens. Use one of "
+            + ", ".join(MASKABLE)
         )
 
 

@@ -171,7 +171,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         if len(now.phases) > 1 and len(self._wants.phases) == 1:
             raise CannotRegulateError(
                 f"{self._regulator_name} returned {len(now.phases)} phases ({', '.join(now.phases)}), but one in the "
-                "trial before training: always return all phases, even phases without a token"
+                "trial before training: always return all phases, even those with no tokens"
             )
         if now.kl not in (ALL, self._wants.kl):
             check_config(self.config, self.regulator, now, self._regulator_name)

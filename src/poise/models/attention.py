@@ -239,9 +239,9 @@ def text_over_slots(
 ) -> Tensor:
     """Attention of (L, H, D) packed queries, several per slot, over (n, length, G, D) keys, by the flash kernel.
 
-    A slot uses its first ``used`` (n,) keys, and its queries belong to the tokens of the last of these keys.
-    ``starts_q`` has the boundaries of the slots' queries, ``starts_k`` (n + 1,) the boundaries of the slots. All three
-    are int32.
+    Slot i uses its first ``used[i]`` keys; its queries belong to the last of these keys' tokens. ``starts_q`` has the
+    boundaries of the slots' queries, ``starts_k`` (n + 1,) the boundaries of the slots. ``used``, ``starts_q`` and
+    ``starts_k`` are int32.
     """
     packed = q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1)
     return _run_kernel(*packed, starts_q, starts_k, longest_q, keys.shape[1], scale, window, used=used)

@@ -3,8 +3,8 @@
 transformers has two such kinds. ``longrope`` (Phi-3, 3.5, 4) switches frequencies past its original length; ``dynamic``
 lowers its frequencies as a sequence grows. Both use the longest sequence of the whole pass, so a response's
 log-probabilities would depend on its neighbours. Sampling and update would differ too: a KV cache keeps keys that were
-rotated while the response was short, but the update rotates all keys for the full length. So at load poise fixes the
-frequencies that transformers uses for a sequence of ``longest`` tokens. vLLM does the same.
+rotated while the response was short, but the update rotates all keys for the full length. So when it loads a model,
+poise pins the frequencies to those that transformers uses for a sequence of ``longest`` tokens. vLLM does the same.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class Sampler:
         return True
 
     def _room(self, left: int) -> int:
-        """Token budget after the prompt, over all turns; ``left`` are the model's remaining positions."""
+        """Token budget after the prompt, over all turns; ``left`` is the number of positions the model has left."""
         # If not even the first reply fits, the engine refuses the request.
         return min(max(self.max_tokens, left), self.max_episode or NO_LIMIT)
 

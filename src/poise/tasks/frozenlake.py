@@ -47,7 +47,9 @@ class FrozenLake(GridTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.ice, Sequence) or isinstance(self.ice, str) or len(self.ice) != 2:
-            raise ValueError(f"FrozenLake: ice must be the smallest and the largest share, got {self.ice!r}")
+            raise ValueError(
+                f"FrozenLake: ice must be two numbers, the smallest and the largest share of ice, got {self.ice!r}"
+            )
         self.ice = tuple(self.ice)
         check_range("FrozenLake", "ice[0]", self.ice[0], 0.3, 1.0)
         check_range("FrozenLake", "ice[1]", self.ice[1], self.ice[0], 1.0)

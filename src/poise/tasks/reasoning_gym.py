@@ -15,7 +15,7 @@ reasoning-gym has a scorer for every generator. Some scorers are unsafe or too g
   answer gets no score.
 
 By default the reward is 1 for the full score, else 0. With ``partial``, the reward is the score minus the score of
-nonsense.
+a nonsense answer.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class ReasoningGym:
     """A task with a generator and a scorer from reasoning-gym.
 
     ``settings`` are the generator's settings. ``instruction`` is the text after a question. With ``partial``, the
-    reward is the score minus the score of nonsense, instead of 0 or 1. ``timeout`` is the time limit for one answer in
-    seconds.
+    reward is not 0 or 1 but the score minus the score of a nonsense answer. ``timeout`` is the time limit for one
+    answer in seconds.
     """
 
     dataset: str

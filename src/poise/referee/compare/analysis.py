@@ -124,7 +124,7 @@ def _before(runs: Iterable[RunResult], score: str) -> float | None:
 
 
 def _summary(own: Mapping[int, float], other: Mapping[int, float], alone: bool) -> Document:
-    """The mean of a secondary score and, unless the arm is the baseline, its difference to the baseline."""
+    """The mean of a secondary score and, unless the arm is the baseline, its difference from the baseline."""
     return {
         "mean": _mean(own.values()),
         "interval": ends(student_interval(list(own.values()))),

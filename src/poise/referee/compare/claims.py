@@ -21,10 +21,10 @@ def speed_claims(
 ) -> dict[str, Document]:
     """Measure the speed of every arm except the baseline. ``base`` ends at the cut; ``arms`` have complete runs.
 
-    The interval comes from the mean logarithm. p is the larger of two p: one tests the logarithms, the other the
-    difference in accuracy at the cut. Both effects have the same sign. But on a flat curve, noise that is symmetric in
-    accuracy is skewed in steps, so the first test alone would find too many differences. ``end`` is the difference to
-    the baseline's final score, if the baseline runs longer.
+    The interval comes from the mean logarithm. ``p`` is the larger of two p-values: one tests the logarithms, the other
+    the difference in accuracy at the cut. On a flat curve, noise that is symmetric in accuracy is skewed in steps, so
+    the first test alone would find too many differences. ``end`` is the difference from the baseline's final score, if
+    the baseline runs longer.
     """
     found: dict[str, Document] = {}
     whole = arms[base.name]

@@ -5,7 +5,7 @@ variance τ² between regimes (Paule and Mandel, 1982). Three figures answer thr
 
 - the *interval* of the mean over regimes (Hartung and Knapp, 2001; Student's t over regimes): the average effect;
 - the *prediction interval*: the effect in one further regime;
-- *I²*: the share of the spread between regimes that is not noise of their seeds.
+- *I²*: the share of the spread between regimes that seed noise does not explain.
 """
 
 from __future__ import annotations

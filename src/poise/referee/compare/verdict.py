@@ -85,7 +85,7 @@ def power_sentence(seeds: int, comparisons: int, effect: float | None, spread: f
 
 
 def arm_sentence(arm: Mapping[str, Any], baseline: str) -> str:
-    """One sentence about an arm: its difference to the baseline, the interval, and the conclusion."""
+    """One sentence about an arm: its difference from the baseline, the interval, and the conclusion."""
     result, seeds = arm["difference"], len(arm["difference"]["seeds"])
     if not seeds:
         return f"{arm['name']}: no seed is complete yet."

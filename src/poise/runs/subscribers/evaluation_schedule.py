@@ -86,7 +86,7 @@ class EvaluationSchedule:
         """Evaluate during training and return the metrics.
 
         With ``stop_at``, use different problems and random numbers than the evaluations before and after training: the
-        accuracy that ends a run is partly high by chance, so it must not be the reported accuracy.
+        accuracy that ends a run is high partly by chance, so it must not be the reported accuracy.
         """
         return self.measure(self.config.evaluation.seed + (STOP_SEED if self.config.stop_at else 0)).metrics()
 
