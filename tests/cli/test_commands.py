@@ -296,6 +296,7 @@ def test_tasks():
         (["train", "gpro"], "did you mean 'grpo'"),
         (["train", "no/such/file.yaml"], "no/such/file.yaml"),
         (["train", "demo", "grpo"], "one recipe at a time"),
+        (["train", "demo", "--learning_rate", "1e-6"], "there is no option --learning_rate; settings have no dashes"),
         (["train", "regulator=lopty"], "did you mean 'lopti'"),
         (["train", "task.name=kkk"], "did you mean 'kk'"),
         (["train", "task.peple=3"], "did you mean 'task.people'"),

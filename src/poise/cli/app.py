@@ -34,8 +34,8 @@ def build() -> typer.Typer:
     """Build the command-line app."""
     app = _group("Reinforcement learning with verifiable rewards, token by token.", no_args_is_help=True)
     app.callback()(_main)
-    app.command("train")(train.train)
-    app.command("compare")(train.compare)
+    app.command("train", context_settings=train.OTHER_OPTIONS)(train.train)
+    app.command("compare", context_settings=train.OTHER_OPTIONS)(train.compare)
     app.command("eval")(measure.evaluate)
     app.command("diagnose")(measure.diagnose)
     app.command("report")(inspect.report)

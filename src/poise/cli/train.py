@@ -14,6 +14,8 @@ from poise.runs.listing import is_run
 if TYPE_CHECKING:
     from poise.training.config.schema import Config
 
+OTHER_OPTIONS = {"ignore_unknown_options": True}  # ``split_arguments`` refuses them and says how settings are written
+
 
 def train(
     args: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...")] = None,
@@ -119,6 +121,9 @@ def split_arguments(args: list[str], *, resume: bool = False) -> tuple[str | Non
 
     With ``resume``, the first item is a run folder. The name of a run folder may contain ``=``.
     """
+    if unknown := next((arg for arg in args if arg.startswith("-")), None):
+        name = unknown.partition("=")[0]
+        fail(f"there is no option {name}; settings have no dashes: {name.lstrip('-')}=VALUE")
     recipes = [arg for arg in args if "=" not in arg or (resume and is_run(arg))]
     if resume and len(recipes) > 1:
         fail(f"--resume takes one run and no recipe, got {' and '.join(recipes)}; write: poise train --resume DIR")
