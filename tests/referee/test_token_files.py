@@ -413,7 +413,7 @@ def test_hostile_lines_show_as_text_and_run_nothing(page, tmp_path):
     write_report([path], tmp_path / "report.html", say=lambda _: None)
     page.goto((tmp_path / "report.html").as_uri())
     see(page, ".tokens span", "<script>window.hacked=1</script>")
-    see(page, ".warnings", "line 2 is left out")
+    see(page, ".warnings", "line 2 is skipped")
     for shade in page.locator("#shade option").all_inner_texts():
         page.select_option("#shade", shade)
         see(page, ".ends", shade)

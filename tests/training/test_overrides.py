@@ -99,7 +99,7 @@ def test_another_task_drops_the_settings_of_the_one_before(monkeypatch):
         ("advantage=zscore", "unknown advantage 'zscore'; did you mean 'group-zscore'?"),
         ("objective.surrogate=gpso", "unknown surrogate 'gpso'; did you mean 'gspo'?"),
         ("objective.surrogate=dppo(delta=x)", "cannot read the settings of 'dppo'"),
-        ("algorithm=rltr(transfer=abc)", "'transfer=abc': write a number, true, false, null, a list, or a text in"),
+        ("algorithm=rltr(transfer=abc)", "'transfer=abc': write a number, true, false, null, a list, or text in"),
         ("algorithm=rltr(receiver=runs/demo)", "'receiver=runs/demo': write a number, true, false, null, a list, or"),
         ("algorithm=erl(reflection=yes)", "in 'erl(reflection=yes)': 'reflection=yes': write a number, true, false,"),
         ("algorithm=erl(reflection='yes')", "reflection must be true or false, got 'yes'"),
