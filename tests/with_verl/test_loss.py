@@ -70,7 +70,7 @@ def test_fit_losses_are_sums_over_tokens(base, mode):
 @pytest.mark.parametrize("base", ["geo_mean", "dro"])
 def test_unfit_losses_are_found_out(base):
     settings = {"policy_loss.dro_beta": 0.1} if base == "dro" else {}
-    with pytest.raises(CannotRegulateError, match="not a sum over tokens"):
+    with pytest.raises(CannotRegulateError, match="not a sum of one term per token"):
         check_linear(POLICY_LOSS_REGISTRY[base], actor(None, base, **settings), base, "token-mean")
 
 
@@ -92,5 +92,5 @@ def test_a_loss_of_ones_own(monkeypatch):
 
     loss, *_ = run(actor("ar(alpha=0.3)", "mine"))
     assert torch.allclose(loss, run(actor(None, "mine"), BY_HAND["ar(alpha=0.3)"])[0])
-    with pytest.raises(CannotRegulateError, match=r"'squared'.*not a sum over tokens"):
+    with pytest.raises(CannotRegulateError, match=r"'squared'.*not a sum of one term per token"):
         run(actor("ar(alpha=0.3)", "squared"))
