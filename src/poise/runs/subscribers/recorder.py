@@ -67,7 +67,7 @@ def response_records(
     ``gold`` is the right answer; ``answer`` is the answer that the verifier read. Unknown fields are omitted. ``read``
     returns the exact text of a prompt.
     """
-    records = []
+    records, prompts = [], {prompt: read(prompt) for prompt in {each.prompt for each in samples}}  # a group shares one
     for sample in samples:
         gold, answer = gold_answer(task, sample.problem), sample.score.answer
         record = {
@@ -75,7 +75,7 @@ def response_records(
             "problem": sample.problem.id,
             "difficulty": sample.problem.difficulty,
             "prompt": sample.problem.prompt,
-            "read": read(sample.prompt),
+            "read": prompts[sample.prompt],
             "text": sample.text,
             "reward": sample.score.reward,
             "correct": sample.score.correct,

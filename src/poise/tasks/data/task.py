@@ -97,8 +97,10 @@ class Data:
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
         """Yield all problems of a split, epoch after epoch."""
-        for number in count() if self.epoch(split, seed, 0) else ():
-            yield from self.epoch(split, seed, number)
+        for number in count():
+            if not (problems := self.epoch(split, seed, number)):
+                return
+            yield from problems
 
     def epoch(self, split: Split, seed: int, number: int) -> Sequence[Problem]:
         """Return the problems of a split, in the order of an epoch."""

@@ -142,11 +142,13 @@ class Config(Group):
     """Allow Python code from the model's repository to run."""
     _code: _user_code.Code = PrivateAttr(default_factory=dict)
 
-    def __init__(self, /, **settings: Any) -> None:
-        try:
-            super().__init__(**settings)
-        except ValidationError as error:
-            raise _explained(error, settings) from None
+    if not TYPE_CHECKING:  # type checkers and editors take the arguments from the fields
+
+        def __init__(self, /, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise _explained(error, settings) from None
 
     @property
     def code(self) -> _user_code.Code:
