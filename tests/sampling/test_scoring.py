@@ -110,6 +110,7 @@ def test_a_reward_that_float32_cannot_average_is_refused(reward):
         (Score(1.0, True, None), "parts must be a dict"),
         (Score(1.0, True, {"format": "x"}), r"parts\['format'\] must be a number"),
         (Score(1.0, True, {}, [1]), "answer must be text or None"),
+        (Score(1.0, True, {}, ("a", [1])), "answer must be text or None"),
     ],
 )
 def test_a_score_of_other_types_is_refused(score, refusal):

@@ -130,8 +130,10 @@ def _plain(score: Any) -> Score:
         raise TypeError(f"correct must be True or False, got {short(score.correct)}")
     if not isinstance(score.parts, Mapping):
         raise TypeError(f"parts must be a dict of numbers, got {short(score.parts)}")
-    if getattr(score.answer, "__hash__", None) is None:  # equal answers are counted
-        raise TypeError(f"answer must be text or None, got {short(score.answer)}")
+    try:
+        hash(score.answer)  # equal answers are counted
+    except Exception:  # of any class's own __hash__
+        raise TypeError(f"answer must be text or None, got {short(score.answer)}") from None
     if score.failed is not None and not isinstance(score.failed, str):
         raise TypeError(f"failed must be the reason as text, or None, got {short(score.failed)}")
     parts = {str(name): _number(f"parts[{name!r}]", value) for name, value in score.parts.items()}
