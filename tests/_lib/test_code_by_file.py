@@ -114,13 +114,18 @@ def test_a_task_of_ones_own_trains_resumes_and_is_measured():
         ("code/mine.py:raises", "RuntimeError: no luck"),
         ("no_such_module.Sums", "there is no module 'no_such_module' to import"),
         ("kx", "unknown task 'kx'; did you mean 'kk'?"),
-        ("rg/no_such_generator", "no_such_generator"),
     ],
 )
 def test_mistakes_are_answered(name, message):
     with pytest.raises(ConfigError) as caught:
         load("demo", [f"task.name={name}"])
     assert message in str(caught.value)
+
+
+def test_an_unknown_generator_of_reasoning_gym_is_named():
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ConfigError, match="no_such_generator"):
+        load("demo", ["task.name=rg/no_such_generator"])
 
 
 BARE = """
