@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 
 demo: .venv/train
 	@if [ -e runs/demo ]; then old=runs/demo-$$(date +%Y%m%d-%H%M%S); mv runs/demo $$old; echo "the earlier demo is now $$old"; fi
-	$(BIN)/poise train first run=runs/demo
+	$(BIN)/poise train demo
 	@echo 'to have the command poise: . .venv/bin/activate'
 
 test: lint types unit

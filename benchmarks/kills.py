@@ -149,7 +149,7 @@ def in_child(work: Callable[[], object], said: Path, kill_after: float | None = 
 
 def train(folder: Path, model: Path, shared: Shared, kill_at: int | None, device: str) -> None:
     """What a person does: begin the run, or go on with it where there is one."""
-    config = configs.load("demo", [*SETTINGS, f"model={model}", f"run={folder}", f"device={device}"])
+    config = configs.load("tiny", [*SETTINGS, f"model={model}", f"run={folder}", f"device={device}"])
     watch(shared, folder, kill_at)
     trainer.train(config, resume=(folder / "config.json").exists(), quiet=True)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/mismatch.py grpo model=Qwen/Qwen2.5-1.5B-Instruct rollout.max_tokens=4096 --json out.json
     python benchmarks/mismatch.py grpo model=M rollout.engine=vllm --json vllm.json
-    python benchmarks/mismatch.py demo --tokens 2000                      # on a CPU, seconds
+    python benchmarks/mismatch.py tiny --tokens 2000                      # on a CPU, seconds
 
 Takes a recipe and settings as ``poise train`` does. It samples batches of a step, with the weights as they are, until
 it has seen enough tokens, and lets the policy score them. Each row gives, for the tokens of a range, the mean and the

@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parents[1] / "experiments" / "reliability"
 
 
 def train(folder: Path, model: Path, *overrides: str) -> None:
-    config = configs.load("demo", [*SETTINGS, f"model={model}", f"run={folder}", *overrides])
+    config = configs.load("tiny", [*SETTINGS, f"model={model}", f"run={folder}", *overrides])
     trainer.train(config, resume=(folder / "config.json").exists(), quiet=True)
 
 

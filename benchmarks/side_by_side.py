@@ -22,7 +22,7 @@ ARMS = "regulator=grpo; ar"
 
 def measure(jobs: int, seeds: int, settings: list[str], folder: Path) -> dict[str, Any]:
     """One comparison: its runs, and the seconds it took."""
-    command = [sys.executable, "-m", "poise", "compare", "demo", ARMS, f"seeds={seeds}", f"jobs={jobs}", *settings]
+    command = [sys.executable, "-m", "poise", "compare", "tiny", ARMS, f"seeds={seeds}", f"jobs={jobs}", *settings]
     start = time.monotonic()
     subprocess.run([*command, f"run={folder}", "--quiet"], check=True, stdout=subprocess.DEVNULL)
     seconds = time.monotonic() - start

@@ -1,6 +1,6 @@
 """How long does `poise train` take until its first step, and where does the time go?
 
-    python benchmarks/start.py                                     # the demo, three times
+    python benchmarks/start.py                                     # recipe tiny, three times
     python benchmarks/start.py --kept --json start.json model=… task.name=kk
 
 Every run is a process of its own. The first one finds empty caches of Triton and torch.compile, unless --kept leaves
@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SETTINGS = ("demo", "steps=1", "evaluation=off")
+SETTINGS = ("tiny", "steps=1", "evaluation=off")
 PARTS = ("interpreter", "settings", "imports", "load_policy", "build_sampler", "preflight", "rest", "first step")
 TRIALS = ("head_fits", "passes_agree", "supports")
 PACKAGES = 12  # shown

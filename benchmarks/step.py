@@ -438,7 +438,7 @@ def main() -> None:
                 [f"model={random_model(args.shape, folder)}", f"prompts={count}"] if args.shape else ["dtype=float32"]
             )
             config = load(
-                "demo",
+                "tiny",
                 [
                     f"run={folder}/run", f"steps={args.warm_up + args.steps}", f"device={args.device}", *size,
                     f"optim.lr={LR}", "rollouts_every=0", f"rollout.engine={args.engine}",

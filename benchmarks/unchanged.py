@@ -26,7 +26,7 @@ STEPS = 10
 SMALL = ("device=cpu", "seed=0", f"steps={STEPS}", "evaluation.problems=8", "evaluation.samples=2")
 GAME = ("prompts=4", "rollout.max_tokens=48", f"task={{name: '{Path(__file__)}:Twice'}}")
 RUNS = {
-    "demo": (),
+    "tiny": (),
     "lopti": ("regulator=lopti", "prompts=4"),
     "nthr with KL": ("regulator=nthr", "prompts=4", "objective.kl_coef=0.001"),
     "LoRA": ("lora.rank=4", "prompts=4", "optim.lr=1e-3"),
@@ -81,7 +81,7 @@ class Asked:
 def metrics(overrides: tuple[str, ...]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        trainer.train(config.load("demo", [*SMALL, *overrides, f"run={run}"]), quiet=True)
+        trainer.train(config.load("tiny", [*SMALL, *overrides, f"run={run}"]), quiet=True)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
 

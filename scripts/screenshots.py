@@ -1,10 +1,10 @@
 """Pictures of reports, for the docs. Needs playwright (extra dev) and a Chromium.
 
-    python scripts/screenshots.py docs RUN OTHER     # all pictures in docs/images, from two run folders of the demo
+    python scripts/screenshots.py docs RUN OTHER     # all pictures in docs/images, from two run folders of recipe tiny
     python scripts/screenshots.py REPORT.html PICTURE.png --view responses --size 390x800 --theme dark
     python scripts/screenshots.py REPORT.html PICTURE.png --view responses/0/1/3 --shade gradient --keys ArrowRight
 
-The docs' runs are `poise train demo evaluation.every=10 run=RUN` and `poise train demo steps=20
+The docs' runs are `poise train tiny evaluation.every=10 run=RUN` and `poise train tiny steps=20
 evaluation.problems=60 regulator="ar(alpha=0.3) | lopti(threshold=0.5)" run=OTHER`. The figures of `poise diagnose` are
 drawn from the numbers that are kept in experiments/dominance.
 """

@@ -1,6 +1,6 @@
 """What one training step enters: files, functions, calls, and the edges from file to file.
 
-    python scripts/walk.py                        # the demo's step, from its start to the start of the next
+    python scripts/walk.py                        # a step of recipe tiny, from its start to the start of the next
     python scripts/walk.py regulator=nthr --list  # another one, with the files and their functions
 
 Counts calls of poise's own functions, in all threads. An edge leads from the file of a function to the file of the
@@ -78,7 +78,7 @@ def walk(overrides: list[str]) -> Walk:
             return super().step(state)
 
     with tempfile.TemporaryDirectory() as temporary, redirect_stdout(io.StringIO()):  # what the console shows
-        settings = config.load("demo", [*SETTINGS, *overrides, f"run={temporary}/run"])
+        settings = config.load("tiny", [*SETTINGS, *overrides, f"run={temporary}/run"])
         with run_folder(settings, resume=False) as folder:
             components = build(settings, folder)
             preflight(settings, components)

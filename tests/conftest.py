@@ -114,7 +114,7 @@ def trained(tmp_path_factory):
     from support.command_line import SMALL, poise
 
     run = tmp_path_factory.mktemp("runs") / "trained"
-    poise("train", "demo", *SMALL, "steps=2", "checkpoint_every=1", f"run={run}")
+    poise("train", "tiny", *SMALL, "steps=2", "checkpoint_every=1", f"run={run}")
     return run
 
 

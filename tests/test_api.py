@@ -28,7 +28,7 @@ from support.small_runs import parameters
 
 ROWS = [{"question": f"word {i}", "answer": str(i)} for i in range(20)]
 SMALL = {
-    "recipe": "demo", "quiet": True, "prompts": 2, "group": 3, "evaluation": "off", "rollout": {"max_tokens": 12},
+    "recipe": "tiny", "quiet": True, "prompts": 2, "group": 3, "evaluation": "off", "rollout": {"max_tokens": 12},
     "rollouts_every": 1, "device": "cpu",
 }  # fmt: skip
 
@@ -379,7 +379,7 @@ def test_a_config_refuses_objects_and_names_the_argument_that_takes_them(setting
 
 
 def test_a_config_is_a_recipe(tmp_path):
-    config = poise.config.load("demo", ["steps=1", "prompts=2", "group=2", "evaluation=off", "rollout.max_tokens=8"])
+    config = poise.config.load("tiny", ["steps=1", "prompts=2", "group=2", "evaluation=off", "rollout.max_tokens=8"])
     seen = []
     result = poise.train(
         recipe=config, run=tmp_path / "run", quiet=True, callbacks=[SimpleNamespace(on_step=seen.append)]
@@ -427,7 +427,7 @@ def different(completions, **_):
 def half(batch):
     return [poise.Phase.of(batch, 0.5)]
 
-more = {"resume": "run"} if STEPS > 1 else {"run": "run", "recipe": "demo", "prompts": 2, "group": 3,
+more = {"resume": "run"} if STEPS > 1 else {"run": "run", "recipe": "tiny", "prompts": 2, "group": 3,
     "evaluation": "off", "rollout": {"max_tokens": 12}, "device": "cpu"}
 try:
     print(poise.train(data=rows, reward=different, regulator=half, steps=STEPS, quiet=True, **more))

@@ -98,7 +98,7 @@ def test_the_script_for_newer_versions_runs_tests_that_exist():
 
 
 def test_a_step_can_be_followed():
-    """A reader of one step of the demo, console included, opens at most 42 files."""
+    """A reader of one step of recipe tiny, console included, opens at most 42 files."""
     script = ROOT.parents[1] / "scripts" / "walk.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=300)
     files, edges = map(int, re.search(r"enters (\d+) files, .*; (\d+) file-to-file edges", done.stdout).groups())
@@ -135,7 +135,7 @@ def imported_by(command, names):
 
 @pytest.mark.parametrize(
     ("command", "message"),
-    [(["train", "demo", "budget=ten"], "budget = 'ten'"), (["compare", "regulator=ar;grpo", "seeds=1"], "seeds = 1")],
+    [(["train", "tiny", "budget=ten"], "budget = 'ten'"), (["compare", "regulator=ar;grpo", "seeds=1"], "seeds = 1")],
 )
 def test_a_mistake_in_a_setting_is_answered_before_transformers_is_imported(command, message):
     """That import takes seconds, in which nothing is printed."""
@@ -155,7 +155,7 @@ def test_a_mistake_in_a_setting_is_answered_before_transformers_is_imported(comm
     ],
 )
 def test_most_mistakes_in_settings_are_answered_before_torch_is_imported(overrides, message):
-    done = imported_by(["train", "demo", *overrides], ("torch", "numpy"))
+    done = imported_by(["train", "tiny", *overrides], ("torch", "numpy"))
     assert message in done.stderr
     assert done.stdout.strip() == "[]"
 

@@ -225,9 +225,9 @@ class TestSameUpdate:
         """Killed in a process of its own: between the log and the checkpoint of step 2, or before it is logged."""
         settings = ("steps=3", "evaluation.problems=1", "checkpoint_every=1", "regulator=lopti(threshold=0.9)")
         small = [*SMALL, *SHORT, *settings]
-        assert poise("train", "demo", *small, f"run={tmp_path / 'whole'}").exit_code == 0
+        assert poise("train", "tiny", *small, f"run={tmp_path / 'whole'}").exit_code == 0
         killed = f"run={tmp_path / 'killed'}"
-        with killed_at(function, 2, "train", "demo", *small, killed) as process:
+        with killed_at(function, 2, "train", "tiny", *small, killed) as process:
             shown = process.stdout.read()
             assert process.wait() == -signal.SIGKILL, shown
         folder = RunFolder.open(tmp_path / "killed", resume=False)

@@ -202,7 +202,7 @@ def trainer_of(model: str, settings: Sequence[str]) -> Iterator[Trainer]:
     """A trainer whose batches have all that regulators read."""
     with tempfile.TemporaryDirectory() as place:
         given = [f"model={model}", "compile=false", f"run={place}/run", "regulator=nthr", *settings]
-        config = configs.load("demo", given)
+        config = configs.load("tiny", given)
         yield Trainer(config, RunFolder.create(config.run, config.model_dump(mode="json")), quiet=True)
 
 

@@ -55,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     given = [f"model={args.model}", f"run={args.run}", "prompts=8", "optim.lr=1e-6"]
     given += ["rollout.max_tokens=24", "rollout.temperature=0.7"]
-    settings = config.load("demo", [*given, *args.settings])
+    settings = config.load("tiny", [*given, *args.settings])
     folder = RunFolder.create(args.run, settings.model_dump(mode="json"))
     start = time.perf_counter()
     found = diagnose(

@@ -1,6 +1,6 @@
 """What seeing costs: recording tokens as a share of a step, poise diagnose, and a report of ten million tokens.
 
-python experiments/performance/report.py record      # a real run of the demo that records every step
+python experiments/performance/report.py record      # a real run of recipe tiny that records every step
 python experiments/performance/report.py diagnose    # poise diagnose embedded, with its defaults
 python experiments/performance/report.py page        # 10,000 responses × 1,000 tokens in headless Chromium (playwright)
 """
@@ -28,7 +28,7 @@ from poise.training import config
 
 def record(folder: Path) -> dict[str, Any]:
     settings = config.load(
-        "demo",
+        "tiny",
         ["steps=8", "rollouts_every=1", f"run={folder / 'run'}", "evaluation.problems=1", "evaluation.samples=1"],
     )
     trainer.train(settings, quiet=True)

@@ -78,7 +78,7 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8000), hard))  # the clients' own descriptors
     with tempfile.TemporaryDirectory() as folder:
-        run = made_up(Path(folder) / "run", steps=4, responses=128, length=200)  # as much as a short run of the demo
+        run = made_up(Path(folder) / "run", steps=4, responses=128, length=200)  # as much as a short run of recipe tiny
         print(json.dumps(many(run), indent=1), flush=True)
 
 

@@ -37,7 +37,7 @@ def start(folder: Path, log: Path) -> subprocess.Popen[bytes]:
     """Give the command."""
     with log.open("ab") as said:
         return subprocess.Popen(
-            [sys.executable, "-m", "poise", "compare", "demo", *SETTINGS, f"run={folder}"], stdout=said, stderr=said
+            [sys.executable, "-m", "poise", "compare", "tiny", *SETTINGS, f"run={folder}"], stdout=said, stderr=said
         )
 
 

@@ -88,7 +88,7 @@ class Study:
 
     @property
     def overrides(self) -> list[str]:
-        """What `poise compare demo` is given."""
+        """What `poise compare tiny` is given."""
         arms = [f"rltr(transfer={weight:g})" for weight in (0.0, *self.weights)]
         arms.append(f"rltr(transfer={self.weights[-1]:g}, receiver={str(self.strong)!r})")
         own = [f"seeds={self.seeds}", f"jobs={self.jobs}", f"run={self.runs / 'compare'}"]
@@ -99,9 +99,9 @@ class Study:
 
     def run(self) -> int:
         """The stronger receiver, then all arms; the exit code. What is done already is not done again."""
-        strong = ["train", "demo", f"run={self.strong}", *self.receiver, "--quiet"]
+        strong = ["train", "tiny", f"run={self.strong}", *self.receiver, "--quiet"]
         code = 0 if (self.strong / "summary.json").exists() else self._command(strong)
-        return code or self._command(["compare", "demo", *self.overrides, "--quiet"])
+        return code or self._command(["compare", "tiny", *self.overrides, "--quiet"])
 
     def _command(self, words: list[str]) -> int:
         """Run a command of poise to its end, or until the time is up, and write what is known meanwhile."""
@@ -131,7 +131,7 @@ class Study:
         if (self.strong / "summary.json").exists():
             found["receiver"] = json.loads((self.strong / "summary.json").read_text())
         if (self.runs / "compare" / "arms").exists():
-            plan = read_plan("demo", self.overrides)
+            plan = read_plan("tiny", self.overrides)
             found["samples"] = plan.baseline.variants[0].config.evaluation.samples
             found["runs"] = {self._shown(arm.name): raw(plan, arm) for arm in plan.arms}
         (self.out / "rltr.json").write_text(json.dumps(found).replace(str(self.runs), "runs") + "\n")

@@ -23,7 +23,7 @@ def rltr() -> Any:
 
 def test_the_plan_has_every_arm_with_every_seed(rltr: Any, tmp_path: Path) -> None:
     study = rltr.Study(tmp_path, tmp_path / "runs", time.monotonic(), rltr.SETTINGS, rltr.RECEIVER)
-    plan = read_plan("demo", study.overrides)
+    plan = read_plan("tiny", study.overrides)
     algorithms = [arm.variants[0].config.build_algorithm() for arm in plan.arms]
     assert [algorithm.transfer for algorithm in algorithms] == [0.0, 0.5, 3.5, 3.5]
     assert [algorithm.receiver for algorithm in algorithms] == ["start"] * 3 + [str(tmp_path / "runs" / "receiver")]

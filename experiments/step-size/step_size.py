@@ -109,7 +109,7 @@ def run(settings: dict[str, Any], arm: dict[str, Any], rate: float, seed: int) -
     with tempfile.TemporaryDirectory() as folder, patch("poise.trainer.update", control):
         changes = {**settings, **own, "optim.lr": rate, "seed": seed, "run": f"{folder}/run"}
         began = time.process_time()
-        summary = poise.train(recipe="demo", quiet=True, **changes).summary
+        summary = poise.train(recipe="tiny", quiet=True, **changes).summary
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     greedy = {0: summary["before"]["greedy"], summary["steps"]: summary["after"]["greedy"]}
     greedy |= {line["step"]: value for line in lines for key, value in line.items() if key.endswith("/greedy")}

@@ -22,8 +22,8 @@ STUDIES = Path(__file__).parents[1]
 
 
 def recorded() -> Iterator[tuple[str, Progress]]:
-    """The curves of two studies; settings that they do not tell are the demo's."""
-    config = configs.load("demo")
+    """The curves of two studies; settings that they do not tell are those of recipe tiny."""
+    config = configs.load("tiny")
     for name, study in json.loads((STUDIES / "learning/learning.json").read_text())["studies"].items():
         yield name, Progress(config, study["curve"])
     for arm, seeds in json.loads((STUDIES / "rltr/rltr.json").read_text())["runs"].items():

@@ -95,8 +95,8 @@ def test_a_task_is_found_by_file_and_by_module():
 def test_a_task_of_ones_own_trains_resumes_and_is_measured():
     run_ = ["task.name=code/mine.py:Sums", "task.largest=5", "run=mine"]
     small = [each for each in SMALL if not each.startswith("task.")]
-    assert run("train", "demo", *small, *run_).exit_code == 0
-    assert "--trust" in fails("train", "demo", *small, *run_)  # in the command that resumes
+    assert run("train", "tiny", *small, *run_).exit_code == 0
+    assert "--trust" in fails("train", "tiny", *small, *run_)  # in the command that resumes
     assert "add --trust" in fails("train", "--resume", "run=mine", "steps=2")
     assert run("train", "--resume", "run=mine", "steps=2", "--trust", "--quiet").exit_code == 0
     shown = run("eval", "mine", "--trust", "problems=1", "samples=1", "max_tokens=4").output
@@ -118,14 +118,14 @@ def test_a_task_of_ones_own_trains_resumes_and_is_measured():
 )
 def test_mistakes_are_answered(name, message):
     with pytest.raises(ConfigError) as caught:
-        load("demo", [f"task.name={name}"])
+        load("tiny", [f"task.name={name}"])
     assert message in str(caught.value)
 
 
 def test_an_unknown_generator_of_reasoning_gym_is_named():
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ConfigError, match="no_such_generator"):
-        load("demo", ["task.name=rg/no_such_generator"])
+        load("tiny", ["task.name=rg/no_such_generator"])
 
 
 BARE = """
@@ -184,7 +184,7 @@ def test_a_class_whose_dataclass_was_forgotten_is_told_so(settings, name, tmp_pa
     (tmp_path / "bare.py").write_text(BARE)
     (tmp_path / "rows.jsonl").write_text('{"question": "1", "answer": "1"}\n' * 20)
     with pytest.raises(ConfigError, match=f"write @dataclass above class {name}, and its fields"):
-        load("demo", settings)
+        load("tiny", settings)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_class_whose_dataclass_was_forgotten_is_told_so(settings, name, tmp_pa
 )
 def test_only_what_a_setting_can_name_is_suggested(setting, listed):
     with pytest.raises(ConfigError) as error:  # and not what the file imports, or has for other settings
-        load("demo", [setting])
+        load("tiny", [setting])
     assert listed in str(error.value)
 
 
@@ -210,10 +210,10 @@ def test_where_no_dataclass_was_forgotten_none_is_asked_for(tmp_path):
         ["regulator=grpo(size=4)"],
     ):
         with pytest.raises(ConfigError) as error:
-            load("demo", settings)
+            load("tiny", settings)
         assert "@dataclass" not in str(error.value)
     with pytest.raises(ConfigError, match=r"unknown key 'task.largets'; did you mean 'task.largest'\?"):
-        load("demo", ["task.name=flat.py:Sums", "task.largets=4"])
+        load("tiny", ["task.name=flat.py:Sums", "task.largets=4"])
 
 
 def test_an_error_in_the_file_names_its_line():
@@ -223,7 +223,7 @@ def test_an_error_in_the_file_names_its_line():
     with pytest.raises(ValueError, match="half-way"):  # it is not left half loaded
         tasks.get("bad.py:Sums")
     with pytest.raises(ConfigError, match=r"unknown key 'task\.larges'"):
-        load("demo", ["task.name=flat.py:Sums", "task.larges=3"])
+        load("tiny", ["task.name=flat.py:Sums", "task.larges=3"])
 
 
 RAISES = """
@@ -272,7 +272,7 @@ def test_a_task_that_raises_names_its_line(name, message):
 
 
 def test_regulators_and_algorithms_come_from_files_too():
-    config = load("demo", ["regulator=ar | code/mine.py:Half(weight=0.25)"])
+    config = load("tiny", ["regulator=ar | code/mine.py:Half(weight=0.25)"])
     assert regulators.text(regulators.parse(config.regulator)) == config.regulator
     assert algorithms.get("code/mine.py:Twice", 4).group == 4
 
@@ -291,7 +291,7 @@ def test_the_task_of_a_foreign_run_runs_no_code(task):
     Path("rows.jsonl").write_text(
         "".join(json.dumps({"question": f"{i}?", "answer": str(i)}) + "\n" for i in range(40))
     )
-    document = load("demo").model_dump(mode="json") | {"task": task}
+    document = load("tiny").model_dump(mode="json") | {"task": task}
     assert user_code.asks_for_code(document)
     with pytest.raises(ConfigError, match="add --trust"):
         restore(document)
@@ -316,7 +316,7 @@ def test_which_tasks_ask_for_code(task, asks):
 
 
 def test_what_the_user_types_on_top_of_a_foreign_run_is_consent():
-    document = load("demo").model_dump(mode="json")
+    document = load("tiny").model_dump(mode="json")
     typed = {"task": {"name": "flat.py:Sums"}}
     assert restore(document | typed, typed=typed).task.name == "flat.py:Sums"
     with pytest.raises(ConfigError, match="add --trust"):
@@ -358,10 +358,10 @@ def test_short_forms_expand(tmp_path):
     config = load(None, ["data=q.jsonl", "reward=[a.py:x, math]", "reward_weights=[1, 2]", "reward_timeout=5"])
     assert config.task.name == "data"
     assert config.task.build().given == ("q.jsonl", None, ["a.py:x", "math"], [1, 2], 5, "")
-    assert load("demo", ["environment=e.py:E"]).task.model_dump() == {"name": "environment", "factory": "e.py:E"}
-    both = load("demo", ["data=q.jsonl", "environment=e.py:E"]).task
+    assert load("tiny", ["environment=e.py:E"]).task.model_dump() == {"name": "environment", "factory": "e.py:E"}
+    both = load("tiny", ["data=q.jsonl", "environment=e.py:E"]).task
     assert (both.name, both.settings) == ("environment", {"factory": "e.py:E", "file": "q.jsonl"})
-    assert load("demo", ["data=q", "task.name=data", "task.template=x"]).task.settings["template"] == "x"
+    assert load("tiny", ["data=q", "task.name=data", "task.template=x"]).task.settings["template"] == "x"
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("data: q.jsonl\nreward: math\ntask: {template: t}\n")
     assert load(recipe, ["reward=exact"]).task.build().given == ("q.jsonl", None, "exact", None, 30, "t")
@@ -383,17 +383,17 @@ def test_short_forms_expand(tmp_path):
 )
 def test_short_forms_that_contradict(overrides, message):
     with pytest.raises(ConfigError) as caught:
-        load("demo", overrides)
+        load("tiny", overrides)
     assert message in str(caught.value)
 
 
 def test_a_prefix_is_given_the_rest_of_the_name(monkeypatch):
     monkeypatch.setitem(tasks.PREFIXES, "some", lambda rest: lambda size=1: Stand(file=(rest, size)))
-    assert load("demo", ["task.name=some/thing/else", "task.size=2"]).task.build().given[0] == ("thing/else", 2)
+    assert load("tiny", ["task.name=some/thing/else", "task.size=2"]).task.build().given[0] == ("thing/else", 2)
     assert tasks.settings_of("some/thing") == ["size"]
     assert "some/NAME" in tasks.names()
     with pytest.raises(ConfigError, match=r"unknown key 'task.sise'"):
-        load("demo", ["task.name=some/thing", "task.sise=2"])
+        load("tiny", ["task.name=some/thing", "task.sise=2"])
 
 
 def test_a_file_without_a_name_is_asked_for_one(tmp_path):

@@ -171,7 +171,7 @@ def test_layers_are_compiled_only_if_asked(tmp_path, monkeypatch):
 
 def test_vllm_is_refused():
     with pytest.raises(ConfigError, match=r"deterministic = true with rollout\.engine = vllm"):
-        configs.load("demo", ["deterministic=true", "rollout.engine=vllm"])
+        configs.load("tiny", ["deterministic=true", "rollout.engine=vllm"])
 
 
 @pytest.mark.parametrize("rows", [1, 5])

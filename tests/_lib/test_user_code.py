@@ -42,7 +42,7 @@ def _here(tmp_path, monkeypatch):
 
 
 def foreign(**changes):
-    document = load("demo").model_dump(mode="json") | changes
+    document = load("tiny").model_dump(mode="json") | changes
     Path("run/checkpoints/step-000001/model").mkdir(parents=True)
     Path("run/config.json").write_text(json.dumps(document))
     Path("run/metrics.jsonl").touch()
@@ -156,7 +156,7 @@ def test_what_the_user_names_is_consent():
     sys.modules.pop("spy_module")
     Path("ran").unlink()
     Path("mine.yaml").write_text("base: below.yaml\n")
-    Path("below.yaml").write_text("base: demo\nregulator: spy_module.Mine\n")
+    Path("below.yaml").write_text("base: tiny\nregulator: spy_module.Mine\n")
     assert poise("train", "mine.yaml", "--dry-run").exit_code == 0
     assert Path("ran").exists()
 
@@ -174,7 +174,7 @@ def test_what_a_run_is_resumed_with(settings, asks):
 
 
 def test_in_python_a_document_is_not_trusted_unless_the_caller_says_so():
-    document = load("demo").model_dump(mode="json") | {"regulator": "spy_module.Mine"}
+    document = load("tiny").model_dump(mode="json") | {"regulator": "spy_module.Mine"}
     with pytest.raises(ConfigError, match="trust=True"):
         restore(document)
     assert not Path("ran").exists()
@@ -233,8 +233,8 @@ def test_waiting_threads_spin_only_if_the_user_wants_them_to(monkeypatch, wanted
 
 def test_a_run_of_ones_own_regulator_trains_and_resumes():
     run = ["regulator=spy_module.Mine", "run=mine"]
-    assert poise("train", "demo", *SMALL, *run).exit_code == 0
-    assert "poise train --resume run=mine --trust" in fails("train", "demo", *SMALL, *run)  # there is a run already
+    assert poise("train", "tiny", *SMALL, *run).exit_code == 0
+    assert "poise train --resume run=mine --trust" in fails("train", "tiny", *SMALL, *run)  # there is a run already
     assert "--trust" in fails("train", "--resume", "run=mine", "steps=2")
     assert poise("train", "--resume", "run=mine", "steps=2", "--trust", "--quiet").exit_code == 0
 
@@ -251,7 +251,7 @@ def test_a_run_of_ones_own_regulator_trains_and_resumes():
 )
 def test_a_mistake_in_ones_own_regulator_gets_a_sentence(result, message):
     Path("spy_module.py").write_text(MINE.replace("[Phase.of(batch)]", result))
-    said = fails("train", "demo", *SMALL, "regulator=spy_module.Mine", "run=mine")
+    said = fails("train", "tiny", *SMALL, "regulator=spy_module.Mine", "run=mine")
     assert "regulator 'spy_module.Mine' failed: " in said
     assert message in said
     assert ("spy_module.py, line 5)" in said) == ("Phase.of(batch, -" not in result and "Phase" in result)
@@ -262,7 +262,7 @@ def test_a_function_that_returns_no_phases_is_named(result):
     Path("spy_module.py").write_text(
         f"import numpy as np\nimport poise\n\n\n@poise.regulator\ndef mine(batch):\n    return {result}\n"
     )
-    said = " ".join(fails("train", "demo", *SMALL, "regulator=spy_module.mine", "run=mine").split())
+    said = " ".join(fails("train", "tiny", *SMALL, "regulator=spy_module.mine", "run=mine").split())
     assert "mine must return a list of poise.Phase, got" in said
     assert "return [poise.Phase.of(batch, weights)]" in said
 

@@ -50,7 +50,7 @@ def test_dry_run_prints_the_resolved_config(tmp_path):
     shown = parse(poise("train", "--dry-run", "regulator=ar(alpha=0.3)", "seed=7").output)
     assert shown["regulator"] == "ar(alpha=0.3)"
     assert shown["seed"] == 7
-    assert shown["model"] == "embedded"  # plain `poise train` is the demo
+    assert shown["model"] == "embedded-plain"  # plain `poise train` is the demo
     own = tmp_path / "mine.yaml"
     own.write_text("base: lopti\nsteps: 3\n")
     assert parse(poise("train", own, "--dry-run").output)["regulator"].startswith("lopti")
@@ -95,10 +95,10 @@ def test_samples_are_shown_with_what_the_environment_said(tmp_path, monkeypatch,
 @pytest.mark.usefixtures("short_evaluation")
 def test_a_lora_run_can_be_measured_and_trained_on(tmp_path):
     run = tmp_path / "run"
-    poise("train", "demo", *SMALL, f"run={run}", "lora.rank=2", "optim.lr=1e-3", "prompts=6", "group=4")
+    poise("train", "tiny", *SMALL, f"run={run}", "lora.rank=2", "optim.lr=1e-3", "prompts=6", "group=4")
     measured = ["task.people=2", "samples=1", "problems=2", "max_tokens=48"]
     assert "avg@1" in poise("eval", run, *measured).output
-    assert poise("train", "demo", *SMALL, f"run={tmp_path / 'next'}", f"model={run}").exit_code == 0
+    assert poise("train", "tiny", *SMALL, f"run={tmp_path / 'next'}", f"model={run}").exit_code == 0
     merged, base = load_policy(str(run), device="cpu"), load_policy("embedded", device="cpu")
     changed = [n for n, p in merged.model.named_parameters() if not p.equal(dict(base.model.named_parameters())[n])]
     assert changed
@@ -108,9 +108,9 @@ def test_a_lora_run_can_be_measured_and_trained_on(tmp_path):
 @pytest.mark.usefixtures("short_evaluation")
 def test_a_run_that_never_began_leaves_its_folder_free(tmp_path):
     run = f"run={tmp_path / 'run'}"
-    assert "there is no such folder" in fails("train", "demo", *SMALL, run, "model=/nonexistent/model")
+    assert "there is no such folder" in fails("train", "tiny", *SMALL, run, "model=/nonexistent/model")
     assert not (tmp_path / "run").exists()
-    shown = poise("train", "demo", *SMALL, run).output
+    shown = poise("train", "tiny", *SMALL, run).output
     assert "before" in shown
     assert "difficulty" not in shown  # all puzzles have two people
     assert "already at step 1: nothing to train" in poise("train", "--resume", run).output
@@ -132,7 +132,7 @@ def test_what_cannot_be_resumed_is_left_as_it_is(copy):
     assert open_to_resume(same).config["regulator"] == "grpo"
     assert contents(copy) == before
     with owned(copy, make=False):
-        for again in (["--resume"], ["demo"]):
+        for again in (["--resume"], ["tiny"]):
             shown = fails("train", *again, f"run={copy}")
             assert f"is in use: process {os.getpid()} on" in shown
         assert contents(copy).items() >= before.items()
@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_not_measured_nor_trained_on(copy, tmp_path):
         ["eval", newest, *measured],
         ["eval", newest / "model", *measured],
         ["diagnose", copy, "--out", tmp_path / "figures"],
-        ["train", "demo", *SMALL, f"run={tmp_path / 'next'}", f"model={copy}"],
+        ["train", "tiny", *SMALL, f"run={tmp_path / 'next'}", f"model={copy}"],
     ):
         assert why in " ".join(fails(*args).split()), args
     assert not (tmp_path / "next").exists()
@@ -195,7 +195,7 @@ MISTAKES = {  # what was done to a run, and what --resume says
 
 def test_damaged_settings_are_named_by_every_command(copy):
     (copy / "config.json").write_text('{"seed": ')
-    for command in (["eval", copy], ["diagnose", copy], ["report", copy], ["train", "demo", f"model={copy}"]):
+    for command in (["eval", copy], ["diagnose", copy], ["report", copy], ["train", "tiny", f"model={copy}"]):
         said = fails(*command, *(["run=runs/next"] if command[0] == "train" else []))
         assert "config.json cannot be read as JSON: put the file back" in " ".join(said.split()), command
 
@@ -214,7 +214,7 @@ def test_mistakes_around_a_run_folder_are_explained(copy, message):
 def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     message = "tracker 'wandb' cannot be imported"
-    assert message in (shown := fails("train", "demo", *SMALL, f"run={tmp_path / 'run'}", "tracking=wandb"))
+    assert message in (shown := fails("train", "tiny", *SMALL, f"run={tmp_path / 'run'}", "tracking=wandb"))
     assert how_to_install("wandb") in " ".join(shown.split())
     assert shown.count("\n") < 8
 
@@ -230,7 +230,7 @@ def test_places_that_cannot_be_written_are_explained(trained, tmp_path):
         trained.parent: "is not empty; choose another run=DIR",
         '"a\\0b"': "must not contain the character NUL",
     }.items():
-        assert message in " ".join(fails("train", "demo", *SMALL, f"run={place}").split())
+        assert message in " ".join(fails("train", "tiny", *SMALL, f"run={place}").split())
     for place, message in {
         tmp_path: "is a folder: name a file",
         tmp_path / "pipe": "a pipe or a socket: name a file",
@@ -295,13 +295,13 @@ def test_tasks():
         (["train", "group=1"], "group"),
         (["train", "gpro"], "did you mean 'grpo'"),
         (["train", "no/such/file.yaml"], "no/such/file.yaml"),
-        (["train", "demo", "grpo"], "one recipe at a time"),
-        (["train", "demo", "--learning_rate", "1e-6"], "there is no option --learning_rate; settings have no dashes"),
+        (["train", "tiny", "grpo"], "one recipe at a time"),
+        (["train", "tiny", "--learning_rate", "1e-6"], "there is no option --learning_rate; settings have no dashes"),
         (["train", "regulator=lopty"], "did you mean 'lopti'"),
         (["train", "task.name=kkk"], "did you mean 'kk'"),
         (["train", "task.peple=3"], "did you mean 'task.people'"),
         (["train", "--resume"], "run=DIR"),
-        (["train", "demo", "--resume", "runs/x"], "--resume takes one run and no recipe, got demo and runs/x"),
+        (["train", "tiny", "--resume", "runs/x"], "--resume takes one run and no recipe, got tiny and runs/x"),
         (["train", "--resume", "run=/nonexistent"], "there is no run in"),
         (["train", "--resume", "/nonexistent"], "there is no run in /nonexistent"),
         (["train", "--resume", "demo", "run=x"], "remove demo"),
@@ -323,7 +323,7 @@ def test_tasks():
         (["compare", "evaluation=off", "regulator=ar;grpo"], "a comparison needs held-out accuracy"),
         (["eval", "embedded", "problems=0"], "problems = 0: must be at least 1"),
         (["eval", "a/b/c"], "a/b/c: there is no such folder"),
-        (["train", "demo", *SMALL, "lora.targets=[nothing]", "run=x/y"], "lora.targets = ('nothing',): Target modules"),
+        (["train", "tiny", *SMALL, "lora.targets=[nothing]", "run=x/y"], "lora.targets = ('nothing',): Target modules"),
         (["train", "steps=["], "override 'steps=[': cannot read the value: it ends too early: a bracket or a quote"),
         (["train", "steps='"], "a bracket or a quote is not closed"),
         (["tasks", "show", "kk", "task.people=[1"], "cannot read the value"),
@@ -393,7 +393,7 @@ def test_a_mistyped_run_is_not_asked_of_the_hub(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_taken_is_refused_before_the_trainer_is_imported(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    program = f"import sys; from poise.__main__ import main; sys.argv = ['poise', 'train', 'demo', 'run={tmp_path}']\n"
+    program = f"import sys; from poise.__main__ import main; sys.argv = ['poise', 'train', 'tiny', 'run={tmp_path}']\n"
     program += "try: main()\nfinally: print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr == f"poise: {tmp_path} is not empty; choose another run=DIR\n"

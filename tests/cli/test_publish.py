@@ -16,7 +16,7 @@ from support.command_line import SMALL, fails, poise
 def adapted(tmp_path_factory):
     """A run with an adapter, and weights that have moved."""
     run = tmp_path_factory.mktemp("runs") / "adapted"
-    poise("train", "demo", *SMALL, f"run={run}", "lora.rank=2", "optim.lr=1e-2", "objective.entropy_coef=0.1")
+    poise("train", "tiny", *SMALL, f"run={run}", "lora.rank=2", "optim.lr=1e-2", "objective.entropy_coef=0.1")
     return run
 
 

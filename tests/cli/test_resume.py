@@ -14,7 +14,7 @@ from support.command_line import SMALL, contents, fails, poise
 
 def test_a_folder_with_an_equals_sign(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    poise("train", "demo", *SMALL, "run='lr=1e-4'")
+    poise("train", "tiny", *SMALL, "run='lr=1e-4'")
     assert "already at step" in poise("train", "--resume", "lr=1e-4").output
 
 
@@ -63,7 +63,7 @@ def test_a_changed_accuracy_before_training_is_refused(copy):
 def test_a_run_without_any_evaluation(tmp_path, monkeypatch):
     run, few = tmp_path / "run", [item for item in SMALL if not item.startswith("evaluation")]
     monkeypatch.setattr(evaluation_schedule, "held_out", lambda *_: pytest.fail("evaluated"))
-    shown = poise("train", "demo", *few, "evaluation=off", f"run={run}").output
+    shown = poise("train", "tiny", *few, "evaluation=off", f"run={run}").output
     assert "accuracy was not measured (evaluation=off); measure the model with poise eval" in " ".join(shown.split())
     assert not (run / "before.json").exists()
     summary = json.loads((run / "summary.json").read_text())

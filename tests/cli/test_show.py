@@ -108,7 +108,7 @@ def test_samples_and_the_report_show_the_exact_text(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["data=rows.jsonl", "reward=exact", "task.system=Be brief.", "task.prefill=<think>"]
     small = ["prompts=1", "group=2", "steps=1", "rollout.max_tokens=4", "evaluation=off", "device=cpu"]
-    printed = poise("train", "demo", *words, *small, "run=run").output
+    printed = poise("train", "tiny", *words, *small, "run=run").output
     exact = r"<\|user\|>Be brief\.<\|user\|>Who wrote the book \d+\?<\|assistant\|><think>"
     assert re.search(rf"prompt:\n    {exact}\n", printed)
     record = RunFolder.open("run", resume=False).rollouts(1)[0]

@@ -64,12 +64,12 @@ def assert_same(path, expected):
 def test_two_runs_and_a_killed_one_have_the_same_bits(tmp_path, more):
     settings = [*SETTINGS, *more]
     for name in ("one", "two"):
-        code, shown = finished(command("train", "demo", *settings, f"run={tmp_path / name}", gpu=True))
+        code, shown = finished(command("train", "tiny", *settings, f"run={tmp_path / name}", gpu=True))
         assert code == 0, shown
     expected = contents(tmp_path / "one")
     assert_same(tmp_path / "two", expected)
     killed = f"run={tmp_path / 'killed'}"
-    code, shown = finished(killed_at("log", 3, "train", "demo", *settings, killed, gpu=True))
+    code, shown = finished(killed_at("log", 3, "train", "tiny", *settings, killed, gpu=True))
     assert code == -signal.SIGKILL, shown
     code, shown = finished(command("train", "--resume", killed, gpu=True))
     assert code == 0, shown

@@ -45,7 +45,7 @@ def test_a_trainer_step_on_cuda(tmp_path, settings):
     from poise.training.config.schema import load
 
     config = load(
-        "demo",
+        "tiny",
         [f"run={tmp_path}/run", "steps=2", "prompts=4", "evaluation.problems=4", "evaluation.samples=2", *settings],
     )
     summary = train(config, quiet=True)

@@ -67,21 +67,21 @@ def test_what_the_docs_say_of_models_and_steps():
         next(n for n in range(1, 1000) if compiling_pays(model, n * 512 * 256)) for model in (of(30, 576), of(28, 1536))
     )
     assert f"after {first} steps of 512 × 256 tokens at 135M, after {second} at 1.5B" in PAGE
-    assert not compiling_pays(load_policy("embedded", device="cpu").model, load("demo", ["steps=10000"]).tokens_left())
+    assert not compiling_pays(load_policy("embedded", device="cpu").model, load("tiny", ["steps=10000"]).tokens_left())
 
 
 def test_the_tokens_that_are_left_of_a_run():
     given = ["prompts=4", "group=8", "steps=10", "rollout.max_tokens=100"]
-    assert load("demo", given).tokens_left() == 32_000
-    assert load("demo", [*given, "budget=20000"]).tokens_left() == 20_000
-    assert load("demo", [*given, "rollout.max_episode_tokens=200"]).tokens_left() == 64_000
-    assert load("demo", given).tokens_left(9, 20_000) == 3200
-    assert load("demo", [*given, "budget=20000"]).tokens_left(5, 19_990) == 10
+    assert load("tiny", given).tokens_left() == 32_000
+    assert load("tiny", [*given, "budget=20000"]).tokens_left() == 20_000
+    assert load("tiny", [*given, "rollout.max_episode_tokens=200"]).tokens_left() == 64_000
+    assert load("tiny", given).tokens_left(9, 20_000) == 3200
+    assert load("tiny", [*given, "budget=20000"]).tokens_left(5, 19_990) == 10
 
 
 def test_a_resumed_run_counts_the_steps_that_are_left(monkeypatch, tmp_path):
     small = ["steps=100", "prompts=2", "group=2", "rollout.max_tokens=50", "device=cpu", f"run={tmp_path / 'run'}"]
-    config = load("demo", [*small, "algorithm=rltr"])  # its second model is not trained
+    config = load("tiny", [*small, "algorithm=rltr"])  # its second model is not trained
     folder = RunFolder.create(config.run, config.model_dump(mode="json"))
     left = []
     monkeypatch.setattr(loading, "compiling_pays", lambda _, tokens: left.append(tokens))

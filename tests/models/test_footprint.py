@@ -59,7 +59,7 @@ def test_a_copy_of_the_starting_weights_counts():
 def test_a_device_that_is_too_small_is_refused_before_weights_are_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(footprint, "total_bytes", lambda _: 29_000_000)
     monkeypatch.setattr("poise.training.building.load_policy", lambda *_, **__: pytest.fail("weights were loaded"))
-    config = configs.load("demo", [f"run={tmp_path / 'run'}", "objective.kl_coef=0.01", "device=cpu"])
+    config = configs.load("tiny", [f"run={tmp_path / 'run'}", "objective.kl_coef=0.01", "device=cpu"])
     folder = RunFolder.create(tmp_path / "run", {})
     with pytest.raises(ModelError, match=r"model=embedded: training takes at least 29\.2 MB.*kl_coef=0") as raised:
         build(config, folder)

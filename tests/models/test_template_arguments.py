@@ -75,7 +75,7 @@ def test_an_argument_that_the_template_lacks_is_refused(thinker, tmp_path):
 
 def test_a_run_keeps_its_arguments(thinker, tmp_path):
     def settings(*more, steps=1):
-        return configs.load("demo", [*SMALL, f"model={thinker}", f"run={tmp_path / 'run'}", *more, f"steps={steps}"])
+        return configs.load("tiny", [*SMALL, f"model={thinker}", f"run={tmp_path / 'run'}", *more, f"steps={steps}"])
 
     assert settings("template={think: false}") == settings("template.think=false")
     trainer.train(settings("template.think=false"), quiet=True)
@@ -129,13 +129,13 @@ def test_a_revision_is_the_one_that_is_loaded():
 def test_a_run_records_its_revision(tmp_path):
     run = str(tmp_path / "run")
     asked = [*SMALL, "model=own/model", "objective.kl_coef=0.01", f"run={run}"]
-    config = configs.load("demo", [*asked, "revision=v2"])
+    config = configs.load("tiny", [*asked, "revision=v2"])
     trainer.train(config, quiet=True)
     assert RunFolder.open(run, resume=False).config["revision"] == "v2"
     assert starting_model(run) == "own/model@v2"
     assert to_evaluate(run, []).model_name == run  # a folder, which has no revision
     assert to_evaluate("own/model", ["revision=v2", "task.name=kk"]).model_name == "own/model@v2"
-    longer = configs.load("demo", [*asked, "revision=main", "steps=2"])
+    longer = configs.load("tiny", [*asked, "revision=main", "steps=2"])
     with pytest.raises(TrainError, match="a resumed run keeps its settings, but revision differs"):
         trainer.train(longer, resume=True, quiet=True)
 

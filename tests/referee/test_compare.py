@@ -23,7 +23,7 @@ ARMS = "regulator=grpo; tr-grpo"  # which weights the entropy term too
 
 
 def arguments(folder, *more, arms=ARMS, seeds=2):
-    return ["compare", "demo", *SMALL, arms, f"seeds={seeds}", f"run={folder}", "jobs=2", *more]
+    return ["compare", "tiny", *SMALL, arms, f"seeds={seeds}", f"run={folder}", "jobs=2", *more]
 
 
 def table(folder):

@@ -112,7 +112,7 @@ def test_controls_make_no_claim():
 @pytest.mark.slow
 def test_registered_with_controls_and_speed_from_the_command_line(tmp_path):
     folder = tmp_path / "cmp"
-    settings = ["compare", "demo", *SMALL, "regulator=grpo; ar", "controls=auto", "measure=speed", "margin=0.07"]
+    settings = ["compare", "tiny", *SMALL, "regulator=grpo; ar", "controls=auto", "measure=speed", "margin=0.07"]
     settings += ["seeds=2", "jobs=2", f"run={folder}"]
     said = poise(*settings, "--register")
     assert said.exit_code == 0, said.output

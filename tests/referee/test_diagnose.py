@@ -38,7 +38,7 @@ def test_help_shows_examples(command):
 def embedded():
     policy = load_policy("embedded", device="cpu")
     policy.master_weights = MasterWeights(policy.model)
-    settings = config.load("demo", SMALL)
+    settings = config.load("tiny", SMALL)
     return (
         policy,
         settings,
@@ -146,7 +146,7 @@ def test_the_weights_in_memory_are_left_alone_too(tmp_path, embedded, monkeypatc
 def test_a_diagnosis_of_dialogues_tells_turns_apart(tmp_path, embedded, monkeypatch):
     policy, _, _ = embedded
     monkeypatch.setattr("poise.referee.diagnose.load_policy", lambda *_, **__: policy)
-    settings = config.load("demo", [*SMALL[:2], "rollout.max_tokens=20", "seed=1"])
+    settings = config.load("tiny", [*SMALL[:2], "rollout.max_tokens=20", "seed=1"])
     folder = RunFolder.create(tmp_path / "out", settings.model_dump(mode="json"))
     found = diagnose(settings, folder, task=Twice(), methods=["grpo", "nthr"], batches=1, warmup=1)
     records, (arrays, _) = folder.rollouts(1), folder.tokens(1)
@@ -204,7 +204,7 @@ def test_a_diagnosis_that_was_stopped_leaves_nothing_in_the_way(tmp_path, monkey
 def test_mistakes_with_folders_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    settings = config.load("demo", SMALL).model_dump(mode="json")
+    settings = config.load("tiny", SMALL).model_dump(mode="json")
     RunFolder.create(tmp_path / "early", settings)  # stopped before its first checkpoint
     damaged = make_run(tmp_path / "damaged")
     damaged.tokens_path(2).write_bytes(b"half")
@@ -213,7 +213,7 @@ def test_mistakes_with_folders_are_named(tmp_path, monkeypatch):
         (("diagnose", "embedded", "--out", "file"), "file is a file"),
         (("diagnose", "early"), "early has no checkpoint yet"),
         (("eval", "early"), "early has no checkpoint yet; continue with: poise train --resume"),
-        (("train", "demo", *SMALL, "model=early", "run=next"), "early has no checkpoint yet"),
+        (("train", "tiny", *SMALL, "model=early", "run=next"), "early has no checkpoint yet"),
         (("report", "damaged", "--out", "early"), "--out early is a folder"),
         (("report", "damaged"), "a file of the run is damaged"),
     ):

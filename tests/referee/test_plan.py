@@ -19,7 +19,7 @@ def names(plan):
     return [arm.name for arm in plan.arms]
 
 
-def problem(*overrides, recipe="demo", regulator="grpo; ar"):
+def problem(*overrides, recipe="tiny", regulator="grpo; ar"):
     with pytest.raises(ConfigError) as caught:
         read_plan(recipe, [f"regulator={regulator}", *overrides])
     (line,) = caught.value.problems
@@ -91,7 +91,7 @@ def test_rates_are_arms_or_tuned(tmp_path):
 def test_a_file_has_axes_and_arms(tmp_path, write):
     path = write(
         """
-        base: demo
+        base: tiny
         seeds: 4
         tune: 1
         baseline: two passes
@@ -116,7 +116,7 @@ def test_a_file_has_axes_and_arms(tmp_path, write):
 
 def test_held_out_problems():
     def problems(*overrides):
-        return read_plan("demo", ["regulator=grpo; ar", *overrides]).arms[0].variants[0].config.evaluation.problems
+        return read_plan("tiny", ["regulator=grpo; ar", *overrides]).arms[0].variants[0].config.evaluation.problems
 
     assert problems() == HELD_OUT == 1000  # the recipe has 300
     assert problems("evaluation.problems=50") == 50
@@ -158,7 +158,7 @@ def test_mistakes_are_answered():
 def test_mistakes_in_a_file_are_answered(write):
     def wrong(text):
         with pytest.raises(ConfigError) as caught:
-            read_plan(str(write("base: demo\n" + text)), [])
+            read_plan(str(write("base: tiny\n" + text)), [])
         return str(caught.value)
 
     assert wrong("axes: x") == "axes = 'x': must be a group of settings, {key: value}"
@@ -369,9 +369,12 @@ def test_a_plan_keeps_the_looks_at_its_results(tmp_path):
 # Measures
 
 
-def test_the_embedded_model_has_the_demo_as_its_task():
-    plans = [read_plan(None, ["regulator=grpo; ar", *model]) for model in ([], ["model=embedded"])]
-    assert plans[0].arms == plans[1].arms
+@pytest.mark.parametrize(
+    ("model", "recipe"), [([], "demo"), (["model=embedded-plain"], "demo"), (["model=embedded"], "tiny")]
+)
+def test_without_a_recipe_the_demo_or_the_recipe_of_a_model_that_ships_is_compared(model, recipe):
+    arms = ["regulator=grpo; ar"]
+    assert read_plan(None, [*arms, *model]).arms == read_plan(recipe, arms).arms
 
 
 @pytest.mark.parametrize(("steps", "every"), [(64, 8), (100, 10), (390, 39), (97, 12), (8, 1), (3, 1)])
@@ -384,7 +387,7 @@ def test_runs_are_evaluated_at_least_eight_times(tmp_path, steps, every):
 def test_the_users_own_curve_stays(tmp_path):
     assert make(tmp_path, "evaluation.every=0").arms[0].variants[0].config.evaluation.every == 0
     path = tmp_path / "own.yaml"
-    path.write_text("base: demo\nevaluation: {every: 3}\n")
+    path.write_text("base: tiny\nevaluation: {every: 3}\n")
     assert make(tmp_path, recipe=str(path)).arms[1].variants[0].config.evaluation.every == 3
     (tmp_path / "heir.yaml").write_text("base: own.yaml\nevaluation: {problems: 70}\n")
     assert make(tmp_path, recipe=str(tmp_path / "heir.yaml")).arms[1].variants[0].config.evaluation.every == 3

@@ -155,7 +155,7 @@ from poise.referee.compare.processes import Processes
 from poise.training.config.schema import load
 if __name__ == "__main__":
     Path("file").touch()
-    config = load("demo", ["device=cpu", "run=file"])
+    config = load("tiny", ["device=cpu", "run=file"])
     runs = Processes()
     runs.start(1, config, Path("log"))
     while not (ended := runs.wait(60)):
@@ -196,7 +196,7 @@ def test_a_run_with_code_that_was_edited_meanwhile_does_not_begin(tmp_path, caps
     for name in THREADS:
         monkeypatch.setenv(name, "1")
     (tmp_path / "softer.py").write_text("import poise\n\n@poise.regulator\ndef softer(batch): ...\n")
-    config = load("demo", ["regulator=softer.py:softer", "device=cpu", f"run={tmp_path / 'run'}"])
+    config = load("tiny", ["regulator=softer.py:softer", "device=cpu", f"run={tmp_path / 'run'}"])
     with (tmp_path / "softer.py").open("a") as file:
         file.write("# edited\n")
     assert carry_out(config.model_dump(mode="json"), threads=1, code=config.code) == FAILED

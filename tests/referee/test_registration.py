@@ -110,7 +110,7 @@ def test_arms_and_seeds_that_were_added_are_exploratory(tmp_path, capsys):
 
 def test_the_command_line(tmp_path):
     folder = tmp_path / "cmp"
-    settings = ["compare", "demo", *SMALL, "regulator=grpo; ar", "seeds=6", f"run={folder}"]
+    settings = ["compare", "tiny", *SMALL, "regulator=grpo; ar", "seeds=6", f"run={folder}"]
     said = poise(*settings, "--register")
     assert said.exit_code == 0, said.output
     assert json.loads((folder / "plan.json").read_text())["registered"]["checksum"] in said.output

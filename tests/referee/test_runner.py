@@ -107,7 +107,7 @@ def test_the_accuracy_before_training_is_measured_once(tmp_path):
 
 def test_a_run_that_waits_holds_up_none_that_begins_otherwise(tmp_path):
     axes = ["rollout.temperature=1.0,0.9", "regulator=grpo; ar", "seeds=2", f"run={tmp_path / 'cmp'}"]
-    runner, started = carry_out(read_plan("demo", [*SMALL, *axes]), jobs=3, slow=True)
+    runner, started = carry_out(read_plan("tiny", [*SMALL, *axes]), jobs=3, slow=True)
     hot, cold = started[:2]  # the second arm of seed 0 waits for the first
     assert ("=1.0" in hot, "=1.0" in cold) == (True, False)
     assert all(run.endswith("seed-0") for run in started[:4])

@@ -66,7 +66,7 @@ def test_it_is_the_same_to_the_bit_whatever_is_trained_and_with_which_seed(sampl
 
 
 def test_what_was_measured_elsewhere_is_not_taken(tmp_path):
-    config = load("demo", ["device=cpu"])
+    config = load("tiny", ["device=cpu"])
     folder = RunFolder.create(tmp_path / "run", config.model_dump(mode="json"))
     here = environment(resolve_device("cpu"))
 

@@ -93,7 +93,7 @@ def test_a_sample_whose_group_has_gone_is_dropped():
 
 def test_a_run_goes_on_without_them(tmp_path):
     small = ["steps=2", "prompts=8", "group=4", "rollout.max_tokens=8", "evaluation.problems=50", "device=cpu"]
-    config = load("demo", [*small, f"run={tmp_path / 'run'}"])
+    config = load("tiny", [*small, f"run={tmp_path / 'run'}"])
     folder, task = RunFolder.create(config.run, config.model_dump(mode="json")), Together(failing=(3,))
     trainer = Trainer(config, folder, build(config, folder, task=task), quiet=True)
     summary = trainer.run()
@@ -130,7 +130,7 @@ def test_a_finite_task_gives_all_it_has_and_an_empty_one_says_so():
 
 
 def test_the_evaluation_of_a_finite_task():
-    config = load("demo", ["rollout.max_tokens=8", "device=cpu"])
+    config = load("tiny", ["rollout.max_tokens=8", "device=cpu"])
     sampler = build_sampler(config, load_policy("embedded", device="cpu"), print, task=Together(size=5))
     found = evaluate(sampler, problems=200, samples=2)
     assert len(found.sampled) == len(found.greedy) == 5
@@ -152,7 +152,7 @@ def test_an_evaluation_at_temperature_0_decodes_once(temperature):
 
 
 def test_an_evaluation_in_which_everything_fails_says_so_at_once():
-    config = load("demo", ["rollout.max_tokens=8", "device=cpu"])
+    config = load("tiny", ["rollout.max_tokens=8", "device=cpu"])
     task = Together(size=5, failing=tuple(range(10)))
     sampler = build_sampler(config, load_policy("embedded", device="cpu"), print, task=task)
     with pytest.raises(TaskError, match="none of the 10 attempts got a verdict: it took too long"):

@@ -99,7 +99,7 @@ def test_the_trainer_checks_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = "import poise\n@poise.algorithm\nclass Mine:\n    def collect(self, *_): return [], None\n"
     Path("mine.py").write_text(text)
-    said = fails("train", "demo", *SMALL, "algorithm=mine.py:Mine", "run=run")
+    said = fails("train", "tiny", *SMALL, "algorithm=mine.py:Mine", "run=run")
     assert "algorithm 'mine.py:Mine' failed: ValueError: collect returned no sample" in said
 
 

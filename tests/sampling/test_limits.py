@@ -75,14 +75,14 @@ def test_an_engine_goes_up_to_the_last_position_and_not_beyond(policy, engine):
 
 def test_training_is_refused_before_the_run(tmp_path):
     run = tmp_path / "run"
-    asked = config.load("demo", [f"run={run}", "rollout.max_tokens=600", "device=cpu"])
+    asked = config.load("tiny", [f"run={run}", "rollout.max_tokens=600", "device=cpu"])
     with pytest.raises(ModelError, match=r"1024 positions.*rollout\.max_prompt=512.*max_tokens=600 need 1112"):
         train(asked, quiet=True)
     assert not run.exists()
 
 
 def test_diagnosing_is_refused_before_the_run(tmp_path):
-    asked = config.load("demo", ["rollout.max_tokens=600", "device=cpu"])
+    asked = config.load("tiny", ["rollout.max_tokens=600", "device=cpu"])
     with pytest.raises(ModelError, match=r"rollout\.max_prompt=512"):
         diagnose(asked, RunFolder.create(str(tmp_path / "run"), {}), say=pytest.fail)
 
@@ -117,7 +117,7 @@ def test_a_problem_with_a_control_token_that_cannot_be_text_is_refused_by_name()
 
 def test_a_held_out_problem_that_is_too_long_stops_training(tmp_path):
     with pytest.raises(ModelError, match=r"more than rollout\.max_prompt=9"):
-        train(config.load("demo", [f"run={tmp_path / 'run'}", "rollout.max_prompt=9", "device=cpu"]), quiet=True)
+        train(config.load("tiny", [f"run={tmp_path / 'run'}", "rollout.max_prompt=9", "device=cpu"]), quiet=True)
 
 
 def test_what_a_token_takes_in_the_cache():

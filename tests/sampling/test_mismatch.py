@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "mismatch.py"
 def test_every_sampled_token_is_in_one_range_of_depth_and_of_probability(tmp_path):
     out = tmp_path / "out.json"
     settings = ["prompts=2", "group=2", "rollout.max_tokens=40", "device=cpu", "dtype=float32"]
-    done = subprocess.run([sys.executable, SCRIPT, "demo", *settings, "--tokens", "200", "--json", out],
+    done = subprocess.run([sys.executable, SCRIPT, "tiny", *settings, "--tokens", "200", "--json", out],
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())

@@ -128,7 +128,7 @@ def test_a_prefill_begins_the_later_turns_too(policy):
 
 
 def test_a_prefill_is_a_setting_of_every_task(policy):
-    config = load("demo", ["task.prefill=<think>", "rollout.max_tokens=8"])
+    config = load("tiny", ["task.prefill=<think>", "rollout.max_tokens=8"])
     assert config.task.settings == {"people": "2-3"}
     sampler = build_sampler(config, policy, lambda _: None)
     problems = sampler.task.problems("test", 0)
@@ -171,15 +171,15 @@ def test_a_reply_begins_with_the_thought_that_the_template_opens(policy, tmp_pat
 
 def test_a_thought_that_would_be_opened_twice_is_refused(policy, tmp_path):
     notes = []
-    build_sampler(load("demo"), opening_think(policy), notes.append)
+    build_sampler(load("tiny"), opening_think(policy), notes.append)
     assert sum("the chat template opens <think>" in note for note in notes) == 1
     with pytest.raises(TaskError, match="the model's chat template opens <think> already"):
-        build_sampler(load("demo", ["task.prefill=<think>"]), opening_think(policy), notes.append)
+        build_sampler(load("tiny", ["task.prefill=<think>"]), opening_think(policy), notes.append)
     (tmp_path / "rows.jsonl").write_text('{"question": "What?", "answer": "5"}\n' * 9)
     data = ["task.name=data", f"task.file={tmp_path}/rows.jsonl", "task.reward=format(opened=True)"]
     with pytest.raises(TaskError, match=r"format\(opened=True\).*remove opened"):
         build_sampler(load("grpo", data), opening_think(policy), notes.append)
     silent = opening_think(policy)
     silent.tokenizer.chat_template = "{% for message in messages %}<|user|>{{ message.content }}<|end|>{% endfor %}"
-    build_sampler(load("demo"), silent, notes.append)
+    build_sampler(load("tiny"), silent, notes.append)
     assert sum("the chat template has no generation prompt" in note for note in notes) == 1

@@ -39,7 +39,7 @@ def first_step(tmp_path, monkeypatch, name, gap, *more):
     if gap is not None:
         monkeypatch.setattr(building, "choose", lambda policy, *_, **__: Off(policy, gap))
     settings = ["prompts=2", "group=4", "task.people=2", "steps=1", "evaluation=off", "rollout.max_tokens=48"]
-    trainer.train(load("demo", [*settings, "device=cpu", f"run={tmp_path / name}", *more]), quiet=True)
+    trainer.train(load("tiny", [*settings, "device=cpu", f"run={tmp_path / name}", *more]), quiet=True)
     return RunFolder.open(tmp_path / name, resume=False).metrics()[0]
 
 
@@ -106,7 +106,7 @@ class TestVllmMissing:
 
     def test_no_run_folder_is_left(self, tmp_path):
         with pytest.raises(ModelError, match="not installed"):
-            trainer.train(load("demo", ["rollout.engine=vllm", "device=cpu", f"run={tmp_path / 'run'}"]), quiet=True)
+            trainer.train(load("tiny", ["rollout.engine=vllm", "device=cpu", f"run={tmp_path / 'run'}"]), quiet=True)
         assert not (tmp_path / "run").exists()
 
 

@@ -218,7 +218,7 @@ def answers(asked, _=None):
 def test_a_run_stops_when_the_server_dies_and_resumes_exactly(tmp_path):
     with serving(answers) as server:
         port, whole = server.server_port, tmp_path / "whole"
-        said = poise("train", "demo", *TINY, rltr(server.address), f"run={whole}")
+        said = poise("train", "tiny", *TINY, rltr(server.address), f"run={whole}")
         assert said.exit_code == 0, said.stderr
         assert 'receiver: the model "tiny" of http://127.0.0.1' in said.stdout + said.stderr
         prompts = [asked["prompt"] for asked in server.asked[1:]]
@@ -232,7 +232,7 @@ def test_a_run_stops_when_the_server_dies_and_resumes_exactly(tmp_path):
     stopped = tmp_path / "stopped"
     first = sum(bool(record["notes"]["prefix"]) for record in folder.rollouts(1))
     with serving(lambda asked, number: answers(asked) if number <= first + 1 else (502, b"<html>"), port) as server:
-        failed = poise("train", "demo", *TINY, rltr(server.address, patience=0.1), f"run={stopped}")
+        failed = poise("train", "tiny", *TINY, rltr(server.address, patience=0.1), f"run={stopped}")
     assert failed.exit_code == 1
     assert re.search(r'has given no usable answer \(status 502: "<html>"\)', failed.stderr), failed.stderr
     assert len(RunFolder.open(stopped, resume=False).metrics()) == 1

@@ -349,9 +349,9 @@ main()
 @pytest.mark.slow
 def test_a_run_killed_while_the_receiver_samples_resumes_bit_for_bit(tmp_path):
     settings = [*SMALL, *TINY, "steps=3", "checkpoint_every=1", "group=2", "algorithm=rltr", "optim.lr=1e-3"]
-    assert poise("train", "demo", *settings, f"run={tmp_path / 'whole'}").exit_code == 0
+    assert poise("train", "tiny", *settings, f"run={tmp_path / 'whole'}").exit_code == 0
     killed = f"run={tmp_path / 'killed'}"
-    with command("train", "demo", *settings, killed, start=("-c", KILLED)) as process:
+    with command("train", "tiny", *settings, killed, start=("-c", KILLED)) as process:
         shown = process.stdout.read()
         assert process.wait() == -signal.SIGKILL, shown
     assert poise("train", "--resume", killed).exit_code == 0

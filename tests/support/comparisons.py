@@ -9,7 +9,7 @@ SMALL = [
 ]  # fmt: skip # the entropy term moves the weights, though replies are too short to be right
 
 
-def make(tmp_path, *overrides, regulator="grpo; ar", name="cmp", recipe="demo"):
+def make(tmp_path, *overrides, regulator="grpo; ar", name="cmp", recipe="tiny"):
     """The plan of a small comparison of two arms and three seeds."""
     return read_plan(recipe, [*SMALL, f"regulator={regulator}", "seeds=3", f"run={tmp_path / name}", *overrides])
 

@@ -18,7 +18,7 @@ SMALL = [
 SHORT = ["rollout.max_tokens=12", "objective.entropy_coef=0.01"]
 
 
-def make(tmp_path, *overrides, recipe="demo", name="run"):
+def make(tmp_path, *overrides, recipe="tiny", name="run"):
     """The config of a small run in ``tmp_path / name``."""
     small = SMALL if configs.load(recipe).task.name == "kk" else [item for item in SMALL if item != "task.people=2"]
     return configs.load(recipe, [*small, f"run={tmp_path / name}", *overrides])

@@ -57,7 +57,7 @@ def train_on_vowels(folder, *settings):
     small().save(folder / "model")
     given = ["prompts=8", "group=8", "rollout.max_tokens=24", "evaluation.problems=2", "optim.lr=2e-3"]
     given += [f"model={folder / 'model'}", "rollout.engine=vllm", f"rollout.vllm_memory={MEMORY}"]
-    config = load("demo", [*given, f"run={folder / 'run'}", *settings])
+    config = load("tiny", [*given, f"run={folder / 'run'}", *settings])
     run = RunFolder.create(config.run, config.model_dump(mode="json"))
     trainer = Trainer(config, run, build(config, run, task=Vowels()), quiet=True)
     STARTED.append(trainer.sampler.engine)

@@ -110,7 +110,7 @@ def test_a_budget_that_is_spent_already_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("typed", "budget"), [("2000000", 2_000_000), ("2e6", 2_000_000), ("3e12", 3 * 10**12)])
 def test_a_budget_is_a_count_however_it_is_typed(typed, budget):
-    assert configs.load("demo", [f"budget={typed}"]).budget == budget
+    assert configs.load("tiny", [f"budget={typed}"]).budget == budget
 
 
 @pytest.mark.parametrize(
@@ -126,4 +126,4 @@ def test_a_budget_is_a_count_however_it_is_typed(typed, budget):
 )
 def test_a_budget_that_is_no_count(typed, message):
     with pytest.raises(ConfigError, match=message):
-        configs.load("demo", [*SMALL, f"budget={typed}"])
+        configs.load("tiny", [*SMALL, f"budget={typed}"])

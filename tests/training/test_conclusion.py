@@ -11,7 +11,7 @@ from poise.runs.subscribers.warnings import RunWarning
 from poise.training import config as configs
 from support.small_runs import SHORT, make
 
-DEMO = {"avg@4": (0.353, 0.575), "greedy": (0.683, 0.660), "pass@4": (0.747, 0.780)}  # experiments/demo/demo.md
+TINY = {"avg@4": (0.353, 0.575), "greedy": (0.683, 0.660), "pass@4": (0.747, 0.780)}  # experiments/demo/demo.md
 
 
 def summary(values, width=0.05):
@@ -24,8 +24,8 @@ def summary(values, width=0.05):
     return {"steps": 50, "before": side(0), "after": side(1)}
 
 
-def lines(tmp_path, values=DEMO, *, settings=(), warnings=(), **more):
-    config = configs.load("demo", [f"run={tmp_path / 'my run'}", *settings])
+def lines(tmp_path, values=TINY, *, settings=(), warnings=(), **more):
+    config = configs.load("tiny", [f"run={tmp_path / 'my run'}", *settings])
     return conclusion(config, RunFolder(config.run), summary(values) | more, warnings)
 
 
@@ -37,7 +37,7 @@ def commands(told):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (DEMO, {"rose": ["avg@4"], "no clear change": ["greedy", "pass@4"]}),
+        (TINY, {"rose": ["avg@4"], "no clear change": ["greedy", "pass@4"]}),
         ({"avg@4": (0.4, 0.1), "greedy": (0.4, 0.1)}, {"fell": ["avg@4", "greedy"]}),
         ({"avg@4": (0.4, 0.45)}, {"no clear change": ["avg@4"]}),
         ({"avg@4": (0.0, 0.0), "greedy": (0.0, 0.0)}, {"no held-out answer was right": []}),
@@ -91,7 +91,7 @@ def test_after_a_warning_more_of_the_same_is_not_proposed(tmp_path):
 
 
 def test_without_an_evaluation_there_is_only_what_to_try(tmp_path):
-    config = configs.load("demo", [f"run={tmp_path / 'run'}"])
+    config = configs.load("tiny", [f"run={tmp_path / 'run'}"])
     told = conclusion(config, RunFolder(config.run), {"steps": 3, "before": None, "after": None})
     assert told[0] == "try next:"
 
@@ -117,7 +117,7 @@ def test_where_nothing_was_ever_right_more_of_the_same_is_no_advice(tmp_path):
 def test_where_answers_were_cut_off_the_advice_is_to_let_them_end(tmp_path):
     found = summary({"avg@4": (0.0, 0.0), "greedy": (0.0, 0.0)})
     found["after"] |= {"cut_off": found["after"]["n"] * found["after"]["samples"], "unreadable": 0}
-    config = configs.load("demo", [f"run={tmp_path}", "rollout.max_tokens=3"])
+    config = configs.load("tiny", [f"run={tmp_path}", "rollout.max_tokens=3"])
     told = "\n".join(conclusion(config, RunFolder(tmp_path), found))
     assert "Raise rollout.max_tokens (to 6, say)" in told
     assert "the reward cannot read them" not in told
@@ -134,7 +134,7 @@ def test_a_change_has_the_interval_of_paired_problems():
 
 
 def test_before_and_after_on_other_problems_are_told():
-    found = summary(DEMO)
+    found = summary(TINY)
     sides = [found[when] | {"problems": name} for when, name in (("before", "a"), ("after", "b"))]
     assert "measured on different problems" in learned(found | {"before": sides[0], "after": sides[1]})[-1]
     assert learned(found | {"after": sides[1]}) == learned(found)  # an older version did not say

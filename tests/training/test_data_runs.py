@@ -131,9 +131,9 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, kind):
         "kk": [f"task.file={file}", "task.people=2"],
     }
     args = [*SMALL, *of_kind[kind], f"run={tmp_path / 'run'}"]
-    trainer.train(configs.load("demo", [*args, "steps=1"]), quiet=True)
+    trainer.train(configs.load("tiny", [*args, "steps=1"]), quiet=True)
     write(file, 39)
-    longer = configs.load("demo", [*args, "steps=2"])
+    longer = configs.load("tiny", [*args, "steps=2"])
     with pytest.raises(TaskError, match=r"rows.jsonl differ from the data with which the run in .* began"):
         trainer.train(longer, resume=True, quiet=True)
 
@@ -159,14 +159,14 @@ def test_a_run_on_hub_data_resumes_with_the_same_problems_and_refuses_others(hub
     fill(1)
     for run, counts in (("whole", [4]), ("resumed", [2, 4])):
         for count in counts:
-            config = configs.load("demo", [*args, f"run={tmp_path / run}", f"steps={count}"])
+            config = configs.load("tiny", [*args, f"run={tmp_path / run}", f"steps={count}"])
             trainer.train(config, resume=count != counts[0], quiet=True)
     whole, resumed = (RunFolder.open(tmp_path / run, resume=False) for run in ("whole", "resumed"))
     for name, value in parameters(whole).items():
         assert torch.equal(value, parameters(resumed)[name]), name
     fill(2)
     with pytest.raises(TaskError, match=r"own/a main.* differ from the data with which the run in .* began"):
-        trainer.train(configs.load("demo", [*args, f"run={tmp_path / 'whole'}", "steps=5"]), resume=True, quiet=True)
+        trainer.train(configs.load("tiny", [*args, f"run={tmp_path / 'whole'}", "steps=5"]), resume=True, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_reward_that_goes_wrong_stops_the_run_and_loses_nothing(tmp_path, body
         "checkpoint_every=50",
     ]
     with pytest.raises(RewardError, match=f"wrong.*{message}"):
-        trainer.train(configs.load("demo", args), quiet=True)
+        trainer.train(configs.load("tiny", args), quiet=True)
     assert RunFolder.open(tmp_path / "run").checkpoints() == [1]
 
 
@@ -203,7 +203,7 @@ def test_what_rewards_report_is_in_the_metrics_of_the_step(tmp_path):
         "    return [None if i % 4 == 0 else float(i) for i in range(len(completions))]\n"
     )
     args = [*SMALL, f"data={data}", f"reward={tmp_path}/mine.py:told", f"run={tmp_path / 'run'}", "steps=2"]
-    trainer.train(configs.load("demo", args), quiet=True)
+    trainer.train(configs.load("tiny", args), quiet=True)
     for line in RunFolder.open(tmp_path / "run", resume=False).metrics():
         assert line["reward/rows"] == 12
         assert "rollout/continued" not in line  # one turn
@@ -220,8 +220,8 @@ def test_rewards_see_how_far_the_run_is(tmp_path):
         "    return [trainer_state.global_step + (i % 2) / 2 for i in range(len(completions))]\n"
     )
     args = [*SMALL, f"data={data}", f"reward={tmp_path}/mine.py:grows", f"run={run}"]
-    trainer.train(configs.load("demo", [*args, "steps=2"]), quiet=True)
-    summary = trainer.train(configs.load("demo", [*args, "steps=3"]), resume=True, quiet=True)
+    trainer.train(configs.load("tiny", [*args, "steps=2"]), quiet=True)
+    summary = trainer.train(configs.load("tiny", [*args, "steps=3"]), resume=True, quiet=True)
     folder = RunFolder.open(run, resume=False)
     lines = folder.metrics()
     assert [line["reward/global_step"] for line in lines] == [0, 1, 2]

@@ -51,7 +51,7 @@ def test_a_hostile_recipe_is_refused_at_once_and_in_few_words(write, name):
 
 
 def test_an_alias_of_a_single_value_is_fine(write):
-    config = load(write("base: demo\nprompts: &n 3\nsteps: *n\n"))
+    config = load(write("base: tiny\nprompts: &n 3\nsteps: *n\n"))
     assert (config.prompts, config.steps) == (3, 3)
 
 

@@ -35,7 +35,7 @@ def policy():
 
 
 def sampler(policy, task, longest):
-    config = configs.load("demo", ["device=cpu", f"rollout.max_prompt={longest}"])
+    config = configs.load("tiny", ["device=cpu", f"rollout.max_prompt={longest}"])
     return build_sampler(config, policy, print, task=task)
 
 

@@ -110,7 +110,7 @@ def test_a_dry_run_prints_all_of_it(tmp_path):
 
 def test_a_model_that_cannot_be_tried_without_weights_is_forecast_as_before(monkeypatch):
     monkeypatch.setattr(module, "measure", lambda *_: (_ for _ in ()).throw(RuntimeError("item() on meta")))
-    config = configs.load("demo", ["device=cpu"])
+    config = configs.load("tiny", ["device=cpu"])
     of = memory.footprint(config, "embedded", passes=True)
     assert of.activations is None
     assert of.least == of.total

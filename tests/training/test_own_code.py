@@ -89,7 +89,7 @@ def _here(tmp_path, monkeypatch):
 )
 def test_it_trains_resumes_with_consent_and_is_refused_once_edited(setting):
     small = [*SMALL, "steps=2", "optim.mini_batch=2", "optim.lr=1e-3", "run=mine"]
-    assert run("train", "demo", *small, setting).exit_code == 0
+    assert run("train", "tiny", *small, setting).exit_code == 0
     Path("ran").unlink()
     assert "add --trust" in fails("train", "--resume", "mine", "steps=3")
     assert not Path("ran").exists()
@@ -101,9 +101,9 @@ def test_it_trains_resumes_with_consent_and_is_refused_once_edited(setting):
 
 def test_their_files_are_known_and_need_consent():
     typed = {"advantage": "mine.py:above", "objective": {"surrogate": "mine.py:Powered(power=2)"}}
-    config = load("demo", ["advantage=mine.py:above", "objective.surrogate=mine.py:Powered(power=2)"])
+    config = load("tiny", ["advantage=mine.py:above", "objective.surrogate=mine.py:Powered(power=2)"])
     assert list(config.code) == ["mine.py:above", "mine.py:Powered"]
-    document = load("demo").model_dump(mode="json")
+    document = load("tiny").model_dump(mode="json")
     for changes in ({name: value} for name, value in typed.items()):
         assert user_code.asks_for_code(document | changes)
         with pytest.raises(ConfigError, match="add --trust"):
@@ -135,24 +135,24 @@ def test_their_files_are_known_and_need_consent():
 )
 def test_mistakes_are_answered(setting, message):
     with pytest.raises(ConfigError) as caught:
-        load("demo", [setting])
+        load("tiny", [setting])
     assert message in str(caught.value)
 
 
 def test_a_function_that_asks_for_groups_compares_them():
-    assert load("demo", ["group=1", "advantage=mine.py:above"]).group == 1
+    assert load("tiny", ["group=1", "advantage=mine.py:above"]).group == 1
     with pytest.raises(ConfigError, match=r"group = 1: advantage 'mine.py:compared' compares the responses"):
-        load("demo", ["group=1", "advantage=mine.py:compared"])
+        load("tiny", ["group=1", "advantage=mine.py:compared"])
 
 
 def test_failures_while_training_name_their_line():
-    said = fails("train", "demo", *SMALL, "group=8", "objective.surrogate=mine.py:Bare", "run=bare")
+    said = fails("train", "tiny", *SMALL, "group=8", "objective.surrogate=mine.py:Bare", "run=bare")
     line = MINE.splitlines().index('        raise KeyError("no value")') + 1
     assert (
         f"objective.surrogate 'mine.py:Bare' failed: KeyError: 'no value' ({Path('mine.py').resolve()}, line {line})"
         in said
     )
-    said = fails("train", "demo", *SMALL, "advantage=mine.py:wrong", "run=wrong")
+    said = fails("train", "tiny", *SMALL, "advantage=mine.py:wrong", "run=wrong")
     assert "advantage 'mine.py:wrong' must return a tensor (4,), or (4, " in said
 
 

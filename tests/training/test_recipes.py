@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from poise import objective, regulators, tasks
+from poise.models.location import SHIPPED
 from poise.sampling.erl import Erl
+from poise.training.config.documents import RECIPES
 from poise.training.config.schema import Config, load, recipes
 from support.batches import random_batch
 from support.configs import problem
@@ -17,7 +19,7 @@ ALGORITHMS = ["erl", "rltr"]
 
 
 def test_the_shipped_recipes():
-    assert recipes() == sorted([*METHODS, *ALGORITHMS, "demo", "first", "grpo-24gb"])
+    assert recipes() == sorted([*METHODS, *ALGORITHMS, "demo", "grpo-24gb", "tiny"])
     link = ROOT / "recipes"
     assert link.is_symlink()
     assert not link.readlink().is_absolute()
@@ -46,7 +48,7 @@ def test_every_recipe_is_read_and_its_regulator_runs(name):
 @pytest.mark.parametrize("name", recipes())
 def test_every_recipe_says_what_to_expect_and_what_is_ours(name):
     header = (ROOT / "recipes" / f"{name}.yaml").read_text().partition("\nmodel:")[0]
-    if name in ("demo", "first"):
+    if name in ("demo", "tiny"):
         assert "are ours" in header
     else:
         assert re.search(r"arXiv \d{4}\.\d{5}", header)
@@ -90,6 +92,7 @@ def test_the_settings_of_erl():
     ("name", "regulator"),
     [
         ("demo", regulators.Identity()),
+        ("tiny", regulators.Identity()),
         ("grpo", regulators.Identity()),
         ("ar", regulators.AdvantageReweighting(0.2)),
         ("lopti", regulators.Lopti(0.4)),
@@ -111,7 +114,24 @@ def test_the_recipe_of_rltr_is_grpo_s_but_for_the_algorithm_and_the_evaluation()
 
 def test_the_demo_is_what_runs_without_a_word():
     assert load() == load(None) == load("demo")
-    assert load().model == "embedded"
+    assert load().model == "embedded-plain"
+    assert load(None, ["steps=3", "task.people=2"]) == load("demo", ["steps=3", "task.people=2"])
+
+
+def test_a_model_that_ships_brings_its_recipe():
+    assert {*RECIPES} == {*SHIPPED}
+    for model, name in RECIPES.items():
+        assert load(None, [f"model={model}"]) == load(name)
+        assert load(name).model == model
+
+
+def test_own_data_without_a_recipe_take_the_other_settings_of_the_demo(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    own = load(None, [f"data={path}", "reward=exact"])
+    assert own == load("demo", [f"data={path}", "reward=exact"])
+    assert own.task.settings == {"file": str(path), "reward": "exact"}
+    assert own.rollout == load("tiny").rollout
 
 
 def test_a_recipe_of_ones_own(write):
@@ -144,7 +164,6 @@ def test_a_recipe_without_a_task_is_told_what_to_write(write, text):
 def test_a_model_of_ones_own_without_a_recipe_has_the_defaults_for_pretrained_models():
     config = load(None, ["model=some/model", "task.name=kk"])
     assert config == Config(model="some/model", task={"name": "kk"})
-    assert load(None, ["model=embedded"]) == load("demo")
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_a_run_without_a_record_of_its_code_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "softer.py").write_text(SOFTER)
     (tmp_path / "resumed_helper.py").write_text("weight = 0.5\n")
-    config = configs.load("demo", ["regulator=softer.py:softer", f"run={tmp_path / 'run'}"])
+    config = configs.load("tiny", ["regulator=softer.py:softer", f"run={tmp_path / 'run'}"])
     folder = RunFolder.create(config.run, config.model_dump(mode="json"))
     assert check_same_code(config, folder) == []
     keep_changes(config, folder, 0)

@@ -22,7 +22,7 @@ def test_a_run_is_measured_on_its_own_task_with_its_own_settings(tmp_path, monke
     run, out = tmp_path / "run", tmp_path / "eval.json"
     own = ["task.name=short", "task.phrasing=plain", "rollout.temperature=0.6", "rollout.top_k=7",
            "rollout.max_tokens=24", "evaluation.problems=3", "evaluation.seed=4"]  # fmt: skip
-    poise("train", "demo", *SMALL, f"run={run}", *own)
+    poise("train", "tiny", *SMALL, f"run={run}", *own)
     after = json.loads((run / "summary.json").read_text())["after"]
     shown = poise("eval", run, "--json", out).output
     found = json.loads(out.read_text())

@@ -13,7 +13,7 @@ from poise.training.config.schema import Config, ConfigError, TaskConfig, dump, 
 
 def test_every_advantage_can_be_named():
     for name in advantages.TABLE:
-        assert load("demo", [f"advantage={name}"]).build_advantage().function is advantages.TABLE[name]
+        assert load("tiny", [f"advantage={name}"]).build_advantage().function is advantages.TABLE[name]
     without = [name for name in advantages.TABLE if not advantages.get(name).needs_groups]
     assert without == ["reinforce-pp", "reinforce-pp-tokens"]
 
@@ -36,15 +36,15 @@ def test_a_task_keeps_its_settings_beside_its_name():
 
 
 def test_one_response_per_prompt_needs_no_group_with_reinforce_pp():
-    assert load("demo", ["group=1", "advantage=reinforce-pp"]).group == 1
-    assert load("demo", ["group=1", "advantage=reinforce-pp-tokens"]).group == 1
+    assert load("tiny", ["group=1", "advantage=reinforce-pp"]).group == 1
+    assert load("tiny", ["group=1", "advantage=reinforce-pp-tokens"]).group == 1
     with pytest.raises(ConfigError, match="compares the responses to a prompt"):
-        load("demo", ["group=1", "advantage=reinforce-pp-baseline"])
+        load("tiny", ["group=1", "advantage=reinforce-pp-baseline"])
 
 
 def test_the_error_is_a_value_error_and_travels_between_processes():
     with pytest.raises(ValueError, match=r"optim\.lr") as caught:
-        load("demo", ["lr=1", "stpes=2"])
+        load("tiny", ["lr=1", "stpes=2"])
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value) == "\n".join(again.problems)
 
@@ -85,8 +85,8 @@ def test_whatever_is_in_it_survives_the_trip(tmp_path_factory, run, track, lr, d
 
 def test_the_home_folder_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
-    config = load("demo", ["run=~/runs/x", "model=~/models/y"])
+    config = load("tiny", ["run=~/runs/x", "model=~/models/y"])
     assert (config.run, config.model) == ("/home/ada/runs/x", "/home/ada/models/y")
-    assert load("demo", ["run=./~x"]).run == "./~x"
+    assert load("tiny", ["run=./~x"]).run == "./~x"
     with pytest.raises(ConfigError, match=r"run = '~nobody-here/x': .* there is no user 'nobody-here'"):
-        load("demo", ["run=~nobody-here/x"])
+        load("tiny", ["run=~nobody-here/x"])

@@ -124,7 +124,7 @@ def test_what_is_held_back_before_the_first_step_is_counted_apart():
      ("bfloat16", "gspo(clip_low=0.1, clip_high=0.1)", False)],
 )  # fmt: skip
 def test_narrow_bounds_in_half_precision_recompute_old_log_probabilities(dtype, surrogate, recomputes):
-    notes, config = [], configs.load("demo", [f"objective.surrogate={surrogate}"])
+    notes, config = [], configs.load("tiny", [f"objective.surrogate={surrogate}"])
     policy = load_policy("embedded", device="cpu", dtype=dtype)
     assert recomputed(config, policy, notes.append) is recomputes
     assert [("gspo" in note, "old log-probabilities are recomputed" in note) for note in notes] == [(1, 1)] * recomputes
@@ -133,7 +133,7 @@ def test_narrow_bounds_in_half_precision_recompute_old_log_probabilities(dtype, 
 @pytest.mark.parametrize(("engine", "recomputes"), [("auto", True), ("vllm", False)])
 def test_what_vllm_samples_is_scored_once(engine, recomputes):
     """Its engine lets the policy score each response already."""
-    config = configs.load("demo", ["rollout.old_logp=recomputed", f"rollout.engine={engine}"])
+    config = configs.load("tiny", ["rollout.old_logp=recomputed", f"rollout.engine={engine}"])
     assert recomputed(config, load_policy("embedded", device="cpu"), print) is recomputes
 
 

@@ -16,7 +16,7 @@ HEALTHY = {
     "reward/accuracy": 0.4, "reward/no_spread": 0.3, "rollout/finished": 0.99, "rollout/entropy": 0.5,
     "optim/steps": 1.0,
 }  # fmt: skip
-EMBEDDED = configs.load("demo")  # 16 prompts: a condition looks at 5 steps
+EMBEDDED = configs.load("tiny")  # 16 prompts: a condition looks at 5 steps
 
 
 def steps(count, **changes):
@@ -72,7 +72,7 @@ def test_scripted_metrics(lines, expected):
 
 
 def test_fewer_prompts_need_more_steps():
-    config = configs.load("demo", ["prompts=4"])
+    config = configs.load("tiny", ["prompts=4"])
     assert said(steps(30, reward__accuracy=0.0, **ALL_EQUAL), config) == [(10, "all-wrong")]
 
 

@@ -70,7 +70,7 @@ def place(tmp_path_factory):
 def test_the_command_line(place):
     command = Path(sys.executable).parent / "poise"
     assert run(place, command, "--version").strip() == poise.__version__
-    run(place, command, "train", "demo", *SMALL.split(), "run=one", "--quiet")
+    run(place, command, "train", "tiny", *SMALL.split(), "run=one", "--quiet")
     assert json.loads((place / "one/summary.json").read_text())["steps"] == 1
     run(place, command, "report", "one")
     assert (place / "one/report.html").read_text().startswith("<!doctype html>")

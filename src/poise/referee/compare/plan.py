@@ -18,7 +18,7 @@ from poise.referee.compare import controls
 from poise.referee.compare.arms import PlannedArm, Variant, build, folder_name
 from poise.referee.compare.controls import Controls
 from poise.referee.compare.settings import TUNING, Settings, validated
-from poise.training.config.documents import ConfigError, Document, merge, read, read_typed
+from poise.training.config.documents import ConfigError, Document, default_recipe, merge, read, read_typed
 from poise.training.config.groups import HELD_OUT
 from poise.training.config.schema import Config
 
@@ -123,8 +123,8 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
         else:
             settings.append(override)
     models = [value for key, _, value in (override.partition("=") for override in settings) if key.strip() == "model"]
-    if recipe is None and {*models} <= {"embedded"}:
-        document = read("demo")
+    if recipe is None and (default := default_recipe(models[-1] if models else None)):
+        document = read(default)
     mine = read(recipe, shipped=False) if recipe is not None else {}
     folder = _folder(mine, settings)
     own_evaluation = _evaluation(mine)

@@ -39,6 +39,8 @@ SHORT_NAMES = {
     "data": "data",
 }  # the implied task; environment wins
 DATA_TASKS = ("data", "math")
+DEMO = "demo"
+RECIPES = {"embedded": "tiny", "embedded-plain": DEMO}  # of the models that ship with poise
 
 Document = dict[str, Any]
 
@@ -57,6 +59,11 @@ class ConfigError(UserError, ValueError):
 def recipes() -> list[str]:
     """The names of the recipes that ship with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def default_recipe(model: Any) -> str | None:
+    """Return the recipe that runs if none is named: the demo without a model, or the recipe of a model that ships."""
+    return DEMO if model is None else RECIPES.get(model) if isinstance(model, str) else None
 
 
 def read(recipe: str | Path, *, shipped: bool = True) -> Document:

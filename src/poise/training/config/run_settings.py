@@ -95,7 +95,7 @@ def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) ->
         return of_run(run, changes, trust=trust, regulator=False)
     locate(model)
     if model in SHIPPED:  # small, to finish within a minute on a laptop
-        document = merge(read("demo"), {"prompts": 6}) | _folder_task(model)
+        document = merge(read("tiny"), {"prompts": 6}) | _folder_task(model)
     else:
         document = merge(read("grpo"), {"prompts": 8, "rollout": {"max_tokens": 512}})
         document = {key: value for key, value in document.items() if key != "task"} | _folder_task(model)

@@ -43,6 +43,7 @@ from poise.training.config.documents import (
     DEEPEST,
     ConfigError,
     Document,
+    default_recipe,
     merge,
     read,
     recipes,
@@ -82,7 +83,7 @@ class Config(Group):
     """One training run."""
 
     model: Text = "embedded"
-    """Hub id, folder, or ``embedded``, the tiny model that ships with the package."""
+    """Hub id, folder, or a tiny model that ships with the package: ``embedded``, or ``embedded-plain`` (the demo's)."""
     revision: Text | None = None
     """Branch, tag or commit of a model on the hub; null: the newest."""
     template: dict[str, Any] | None = None
@@ -337,17 +338,16 @@ class Config(Group):
 def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Load a recipe, by name or path, and apply ``key=value`` overrides. Keys are dotted, values are YAML.
 
-    Without a recipe, the embedded model gets the demo's settings. Any other model gets the defaults of ``Config``,
-    which suit pretrained models.
+    Without a recipe and a model this is the demo. A model that ships with poise gets the settings of its own recipe
+    (``RECIPES``). Any other model gets the defaults of ``Config``, which suit pretrained models.
     """
     return complete(recipe, split_overrides(overrides))
 
 
 def complete(recipe: str | Path | None, changes: Document) -> Config:
     """Return the configuration of a recipe with ``changes`` applied; see ``load``."""
-    embedded = Config.model_fields["model"].default
-    if recipe is None and changes.get("model", embedded) == embedded:
-        recipe = "demo"
+    if recipe is None:
+        recipe = default_recipe(changes.get("model"))
     return _validated(merge({} if recipe is None else read(recipe), changes))
 
 
