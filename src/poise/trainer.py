@@ -56,9 +56,9 @@ def train(
     same settings. If the folder already contains a run, the new run uses the next free folder, such as
     ``runs/mine-2``; with ``renumber=False`` this is an error. ``trust_changed`` allows resuming a run even if the
     user's own code has been edited since the run began. ``callbacks`` are objects with any of the methods
-    ``on_start(state)``, ``on_step(result)`` and ``on_end(state)``. The run ends if ``on_step`` returns False
-    (``runs/subscribers``). After training on a CPU, the C library keeps freed memory for the rest of the process
-    (``_lib/device.py``).
+    ``on_start(state)``, ``on_step(result)`` and ``on_end(state)``. The run ends if ``on_start`` or ``on_step``
+    returns False (``runs/subscribers``). After training on a CPU, the C library keeps freed memory for the rest of the
+    process (``_lib/device.py``).
     """
     check_callbacks(callbacks)
     if renumber and not resume:
@@ -110,7 +110,12 @@ class Trainer:
             for note in self.notes:
                 console.note(note)
             try:
-                going = tell([*subscribers, *callbacks], "on_start", state)
+                going = tell(subscribers, "on_start", state)
+                if not tell(callbacks, "on_start", state):
+                    console.note(f"a callback ended the run at its start (step {state.step})")
+                    going = False
+                    if not folder.checkpoints():  # a run that has ended has a model
+                        checkpoints.save(state)
             except KeyboardInterrupt:
                 console.stopped(folder.resume_command)
                 raise

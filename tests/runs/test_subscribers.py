@@ -57,6 +57,23 @@ def test_a_callback_ends_a_run_which_is_saved_and_resumes_bit_for_bit(tmp_path, 
     assert all(value.equal(parameters(folder)[name]) for name, value in parameters(RunFolder(whole.run)).items())
 
 
+@pytest.mark.parametrize("trained", [0, 1])
+def test_a_callback_ends_a_run_at_its_start_which_resumes_bit_for_bit(tmp_path, capsys, trained):
+    whole, cut = (make(tmp_path, *QUICK, "steps=2", name=name) for name in ("whole", "cut"))
+    trainer.train(whole, quiet=True)
+    if trained:
+        trainer.train(cut, quiet=True, callbacks=[SimpleNamespace(on_step=lambda _: False)])
+    ends = [SimpleNamespace(on_start=lambda _: False)]
+    capsys.readouterr()
+    assert trainer.train(cut, resume=bool(trained), callbacks=ends)["steps"] == trained
+    assert f"a callback ended the run at its start (step {trained})\n" in capsys.readouterr().out
+    assert RunFolder(cut.run).checkpoints() == [trained]
+    assert trainer.train(cut, resume=True, callbacks=[SimpleNamespace(on_start=lambda _: None)])["steps"] == 2
+    assert "a callback ended" not in capsys.readouterr().out
+    ended, expected = (parameters(RunFolder(config.run)) for config in (cut, whole))
+    assert all(value.equal(ended[name]) for name, value in expected.items())
+
+
 def test_a_callback_that_raises_loses_no_step(tmp_path):
     config = make(tmp_path, *QUICK, "steps=3", "checkpoint_every=100")
 
