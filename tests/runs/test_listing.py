@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
+import shutil
 
+from poise._lib.files import sealed
 from poise.runs.listing import find_runs, is_run
 from poise.runs.lock import owned
 from support.command_line import fails, poise
@@ -77,6 +80,24 @@ def test_the_list_begins_with_the_newest(tmp_path, monkeypatch):
     assert lines[0].split() == ["run", "state", "steps", "held-out", "model", "task", "regulator", "algorithm", "when"]
     assert lines[1].split()[:10] == ["runs/new", "finished", "2/4", "0.250", "→", "0.500", "tiny", "kk", "grpo", "erl"]
     assert lines[2].startswith("runs/old")
+
+
+def test_accuracy_that_was_edited_is_marked(tmp_path):
+    for name in ("plain", "before", "summary"):
+        folder = make_run(tmp_path / name, config=SETTINGS)
+        folder.write_json("before.json", sealed({"accuracy": 0.25}))
+        folder.write_json("summary.json", sealed({"steps": 2, "after": {"accuracy": 0.5}}))
+        if name != "plain":
+            path = folder.path / f"{name}.json"
+            path.write_text(re.sub(r"0\.\d+", "0.75", path.read_text(), count=1))
+    finish(make_run(tmp_path / "old", config=SETTINGS), 2)  # older versions wrote no checksums
+    (tmp_path / "moved").mkdir()
+    shutil.move(tmp_path / "plain", tmp_path / "moved" / "plain")
+    assert {run.folder.name: run.edited for run in find_runs(tmp_path)} == {
+        "plain": False, "before": True, "summary": True, "old": False,
+    }  # fmt: skip
+    assert "0.250 → 0.750 (edited)" in poise("runs", tmp_path / "summary").output
+    assert "(edited)" not in poise("runs", tmp_path / "moved").output
 
 
 def test_hostile_names_are_shown_as_text(tmp_path):

@@ -26,7 +26,8 @@ def runs(
 ) -> None:
     """List the runs in a folder and below it, newest first: state, settings, steps, held-out accuracy before → after.
 
-    A run is training, finished, stopped (continue with `poise train --resume DIR`), diverged, or damaged.
+    A run is training, finished, stopped (continue with `poise train --resume DIR`), diverged, or damaged. *(edited)*
+    means that somebody changed its accuracy: its before.json or summary.json is not as the run wrote it.
 
     Examples:
 
@@ -53,7 +54,7 @@ def _row(run: Listed) -> dict[str, Any]:
         "run": str(run.folder),
         "state": run.state,
         "steps": f"{run.steps}/{run.planned}" if run.planned else str(run.steps),
-        "held-out": f"{_share(run.before)} → {_share(run.after)}",
+        "held-out": f"{_share(run.before)} → {_share(run.after)}{' (edited)' if run.edited else ''}",
         **{name: getattr(run, name) for name in ("model", "task", "regulator", "algorithm")},
         "when": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)),
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poise._lib.files import loads, read_json
+from poise._lib.files import loads, read_json, was_changed
 from poise.runs.lock import is_owned
 
 PLAN = "plan.json"  # in the folder of a comparison
@@ -26,12 +26,15 @@ def is_run(folder: str | Path) -> bool:
     settings = Path(folder) / "config.json"
     if settings.is_file() and any(settings.with_name(name).is_file() for name in _WRITTEN):
         return True
-    return "rollout" in _settings(settings.parent)
+    return "rollout" in _read(settings.parent, "config.json")
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One run in a list. ``before`` and ``after`` are held-out accuracies; None if not measured."""
+    """One run in a list. ``before`` and ``after`` are held-out accuracies; None if not measured.
+
+    ``edited`` tells whether either was changed after the run wrote it.
+    """
 
     folder: Path
     state: str  # training, finished, diverged, stopped or damaged
@@ -43,6 +46,7 @@ class Listed:
     planned: int | None
     before: float | None
     after: float | None
+    edited: bool
     changed: float  # the time of the run's last write, in seconds since 1970
 
 
@@ -53,7 +57,7 @@ def find_runs(folder: Path) -> list[Listed]:
 
 def read(folder: Path) -> Listed:
     """Return the list entry of the run in a folder. If files are damaged, the state is "damaged"; nothing is raised."""
-    settings, summary = _settings(folder), _read(folder, "summary.json")
+    settings, before, summary = (_read(folder, name) for name in ("config.json", "before.json", "summary.json"))
     task, diverged = settings.get("task"), _read(folder, "diverged.json")
     steps, planned = _last_step(folder), settings.get("steps")
     ended = summary.get("steps") == steps and "after" in summary
@@ -76,8 +80,9 @@ def read(folder: Path) -> Listed:
         algorithm=_text(settings.get("algorithm")),
         steps=steps or 0,
         planned=planned if type(planned) is int else None,
-        before=_accuracy(_read(folder, "before.json")),
+        before=_accuracy(before),
         after=_accuracy(summary.get("after")) if ended else None,
+        edited=was_changed(before) or was_changed(summary),
         changed=max((path.stat().st_mtime for path in files if path.is_file()), default=0.0),
     )
 
@@ -93,10 +98,6 @@ def _runs(folder: Path, levels: int) -> Iterator[Path]:
                     yield from _runs(path, levels - 1)
                 except PermissionError:
                     continue
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    return _read(folder, "config.json")
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
