@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poise.models.scoring import score_all
+from poise.models.scoring import score_batch
 from poise.referee.compare.sign_flip import interval
 from poise.referee.compare.statistics import student_interval
 from poise.runs.folder import RunFolder
@@ -73,7 +73,7 @@ def likelihoods(trainer: Trainer, samples: list[Trajectory]) -> Tensor:
     """(B,) the log-likelihood of every response under the trainer's model."""
     temperature = trainer.config.rollout.temperature
     batch = make_batch(samples, trainer.policy, temperature=temperature)
-    logp, _ = score_all(trainer.policy, batch, temperature)
+    logp, _ = score_batch(trainer.policy, batch, temperature)
     return torch.where(batch.mask, logp.double(), 0.0).sum(1).cpu()
 
 

@@ -27,7 +27,7 @@ import yaml
 import poise
 from poise.batch import Phase, TokenBatch
 from poise.models.policy import Policy
-from poise.models.scoring import score_all
+from poise.models.scoring import score_batch
 from poise.training.update import UpdatePlan, update
 
 EVERY = 4  # one response in this many is measured
@@ -39,7 +39,7 @@ CHANGE = 2.0  # the rate changes at most by this factor from step to step
 def drifts(policy: Policy, batch: TokenBatch, plan: UpdatePlan) -> tuple[float, float]:
     """The drift since the batch was sampled, on every fourth response: mean per token, and per response."""
     part = batch.rows(list(range(0, len(batch.mask), EVERY)))
-    logp_BT, _ = score_all(policy, part, plan.temperature, plan.micro_tokens)
+    logp_BT, _ = score_batch(policy, part, plan.temperature, plan.micro_tokens)
     log_ratio_BT = torch.where(part.mask, (logp_BT - part.old_logp).double(), 0.0)
     total = float((torch.expm1(log_ratio_BT) - log_ratio_BT).sum())
     return total / int(part.mask.sum()), total / len(part.mask)

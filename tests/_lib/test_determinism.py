@@ -14,7 +14,7 @@ from poise._lib.determinism import NotRepeatableError, deterministic, fix_induct
 from poise.batch import Prompt, padded_batch
 from poise.models.footprint import Footprint
 from poise.models.layers import FixedPassError
-from poise.models.scoring import HiddenStates, score_all
+from poise.models.scoring import HiddenStates, score_batch
 from poise.sampling.native.engine import NativeEngine
 from poise.sampling.native.session import KEPT_SHARE, KeptRows
 from poise.training import config as configs
@@ -138,8 +138,8 @@ def test_a_pass_that_does_not_fit_ends_the_run(monkeypatch):
     monkeypatch.setattr(policy, "score", full)
     with _device.planned(0):
         for work in (
-            lambda: score_all(policy, batch, 1.0),
-            lambda: score_all(policy, batch, 1.0, None, states),
+            lambda: score_batch(policy, batch, 1.0),
+            lambda: score_batch(policy, batch, 1.0, None, states),
             lambda: within_memory(policy, batch, [0, 1, 2], UpdatePlan().micro_tokens, full),
         ):
             with pytest.raises(FixedPassError, match=r"a pass of 9 tokens.*optim\.micro_tokens=4"):

@@ -10,7 +10,7 @@ from poise.batch import Prompt, padded_batch
 from poise.models.layers import OutOfMemoryError
 from poise.models.loading import load_policy
 from poise.models.policy import BUSY_TOKENS, Policy
-from poise.models.scoring import HiddenStates, score_all
+from poise.models.scoring import HiddenStates, score_batch
 from poise.sampling import vllm_engine as vllm
 from poise.sampling.choose import choose
 from poise.sampling.draws import Sampling
@@ -37,7 +37,7 @@ def test_on_cuda_a_pass_of_a_small_model_has_more_tokens(device, parameters, tok
 def scored(policy, **how):
     """Three responses, scored in passes of few tokens; the rows of every pass."""
     batch = padded_batch([Prompt((1, 2, 3))] * 3, torch.tensor([[4, 5], [6, 7], [8, 9]]).unbind(), policy.device)
-    return score_all(policy, batch, 1.0, **how)[0]
+    return score_batch(policy, batch, 1.0, **how)[0]
 
 
 def test_when_memory_runs_out_scoring_takes_fewer_tokens(monkeypatch):
@@ -82,20 +82,20 @@ def test_kept_states_are_those_of_a_separate_pass_bit_for_bit(wanted, passes):
     policy, batch, rows = tiny("qwen2"), answers(), torch.tensor(list(wanted)).flip(0)
     states = HiddenStates(policy, batch, wanted, most=1 << 20)
     passes.clear()
-    logp, entropy = score_all(policy, batch, 0.7, None, states)
+    logp, entropy = score_batch(policy, batch, 0.7, None, states)
     assert passes == [8]
     found = states(rows)
     assert passes == [8]
     with torch.no_grad():
         assert torch.equal(found, policy.padded_hidden(batch)[rows])
-    assert all(torch.equal(x, y) for x, y in zip((logp, entropy), score_all(policy, batch, 0.7), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip((logp, entropy), score_batch(policy, batch, 0.7), strict=True))
 
 
 def test_only_wanted_states_are_kept_and_only_as_many_as_fit(passes):
     policy, batch = tiny("qwen2"), answers()
     bytes_of = [4 * 32 * extent.own for extent in batch.extents]
     states = HiddenStates(policy, batch, (4, 5, 6), most=sum(bytes_of[4:6]) + 1)
-    score_all(policy, batch, 1.0, None, states)
+    score_batch(policy, batch, 1.0, None, states)
     assert set(states.kept) == {4, 5}
     assert sum(each.untyped_storage().nbytes() for each in states.kept.values()) == sum(bytes_of[4:6])
     passes.clear()
@@ -111,7 +111,8 @@ def test_only_wanted_states_are_kept_and_only_as_many_as_fit(passes):
 
 def test_when_memory_runs_out_states_are_forgotten_first(monkeypatch, passes):
     policy, batch = tiny("qwen2"), answers()
-    expected, real, states = score_all(policy, batch, 1.0, 24), policy.score, HiddenStates(policy, batch, range(8), 1e9)
+    expected, real = score_batch(policy, batch, 1.0, 24), policy.score
+    states = HiddenStates(policy, batch, range(8), 1e9)
 
     def full(part, temperature, known=None):
         if states.kept and known is not None:
@@ -120,7 +121,7 @@ def test_when_memory_runs_out_states_are_forgotten_first(monkeypatch, passes):
 
     monkeypatch.setattr(policy, "score", full)
     passes.clear()
-    found = score_all(policy, batch, 1.0, 24, states)
+    found = score_batch(policy, batch, 1.0, 24, states)
     assert torch.equal(found[0], expected[0])
     assert not states.kept
     assert policy.most_tokens is None  # passes did not get smaller
@@ -131,7 +132,9 @@ def test_vllm_is_scored_in_passes_of_micro_tokens(monkeypatch):
     """vLLM itself is not needed: what it answers is made up."""
     seen = []
     monkeypatch.setattr(vllm, "check_installed", lambda: None)
-    monkeypatch.setattr(vllm, "score_all", lambda _, batch, *how: seen.append(how) or (batch.old_logp, batch.old_logp))
+    monkeypatch.setattr(
+        vllm, "score_batch", lambda _, batch, *how: seen.append(how) or (batch.old_logp, batch.old_logp)
+    )
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
     engine = choose(load_policy("embedded", device="cpu"), "vllm", note=lambda _: None, micro_tokens=77)
     output = SimpleNamespace(token_ids=[5, 6], finish_reason="stop", logprobs=SimpleNamespace(logprobs=[-1.0, -2.0]))

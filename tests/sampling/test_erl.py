@@ -13,7 +13,7 @@ from poise.batch import Prompt
 from poise.models.loading import load_policy
 from poise.models.policy import ModelError
 from poise.models.prompts import PromptError, plain
-from poise.models.scoring import score_all
+from poise.models.scoring import score_batch
 from poise.objective import Settings
 from poise.runs.folder import RunFolder
 from poise.sampling.erl import CUT_OFF, GAP, Erl, read_advice
@@ -204,7 +204,7 @@ def test_consolidated_rows_are_scored_by_the_policy_and_the_others_by_the_sample
     _, samples = played(policy)
     batch = make_batch(samples, policy)
     rows = [row for row, sample in enumerate(samples) if sample.role == "consolidated"]
-    logp, _ = score_all(policy, batch.rows(rows), 1.0)
+    logp, _ = score_batch(policy, batch.rows(rows), 1.0)
     assert torch.equal(batch.old_logp[rows], logp)
     for row, sample in enumerate(samples[:12]):
         assert torch.equal(batch.old_logp[row, : len(sample.tokens)], sample.logp)

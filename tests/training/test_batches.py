@@ -9,7 +9,7 @@ from poise import advantages, regulators, trainer
 from poise.batch import Prompt
 from poise.models.loading import load_policy
 from poise.models.policy import Policy
-from poise.models.scoring import HiddenStates, score_all
+from poise.models.scoring import HiddenStates, score_batch
 from poise.objective import Settings, importance_weights
 from poise.sampling.algorithms import Grpo
 from poise.sampling.native.engine import NativeEngine
@@ -35,7 +35,7 @@ def test_importance_weights_are_of_what_the_sampler_reported(recompute):
     policy, mine, other = tiny("llama"), torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, -2.5])
     rows = [sample(logp=mine, sampler_logp=other), sample(sampler_logp=other), sample(logp=mine), sample()]
     batch = make_batch(rows, policy, temperature=0.7, recompute=recompute)
-    scored = score_all(policy, batch, 0.7)[0][1]
+    scored = score_batch(policy, batch, 0.7)[0][1]
     old = [scored] * 4 if recompute else [mine, scored, mine, scored]
     torch.testing.assert_close(batch.old_logp, torch.stack(old), rtol=1e-4, atol=1e-4)
     sampler = [other, other, mine, scored]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from poise import Phase, regulators
 from poise.models.layers import OutOfMemoryError
 from poise.models.loading import load_policy
-from poise.models.scoring import score_all, score_min_p
+from poise.models.scoring import score_batch, score_min_p
 from poise.objective import Settings, normalizer
 from poise.training import config as configs
 from poise.training.building import recomputed
@@ -55,7 +55,7 @@ def test_the_size_of_a_pass_changes_nothing(name):
     for tokens in (1, 30, 60):
         assert_same(after(make(name), micro_tokens=tokens), whole)
     policy, batch = make(name)[0], responses(prompts(len(SHAPE)), SHAPE)
-    torch.testing.assert_close(score_all(policy, batch, 1.0, 30), score_all(policy, batch, 1.0, 10**6))
+    torch.testing.assert_close(score_batch(policy, batch, 1.0, 30), score_batch(policy, batch, 1.0, 10**6))
 
 
 def test_processes_that_share_a_mini_batch_add_up_to_it():
@@ -89,7 +89,7 @@ def test_the_size_of_a_pass_changes_nothing_with_any_surrogate(text):
 
 def test_scoring_by_min_p_is_the_distribution_without_its_tail():
     policy, _, batch = make()
-    logp = score_all(policy, batch, 0.7)[0]
+    logp = score_batch(policy, batch, 0.7)[0]
     filtered = score_min_p(policy, batch, 0.7, 0.05, 40)
     kept = batch.mask & filtered.isfinite()
     assert kept.any()

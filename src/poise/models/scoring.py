@@ -23,7 +23,7 @@ KEPT_SHARE = 1 / 16  # of the device's memory, for hidden states between a scori
 class HiddenStates:
     """The policy's hidden states for the rows of a batch: the function form of ``TokenBatch.hidden``.
 
-    A scoring pass (``score_all``) stores the states of the rows in ``wanted`` here, up to ``most`` bytes. Reading the
+    A scoring pass (``score_batch``) stores the states of the rows in ``wanted`` here, up to ``most`` bytes. Reading the
     states of other rows takes a forward pass. ``forget`` frees the stored states.
     """
 
@@ -68,7 +68,7 @@ class HiddenStates:
 
 
 @torch.no_grad()
-def score_all(
+def score_batch(
     policy: Policy,
     batch: TokenBatch,
     temperature: float,

@@ -18,7 +18,7 @@ from poise.diagnostics import Intervals, dominance, interval_means, logit_roundi
 from poise.models.loading import load_policy
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy
-from poise.models.scoring import score_all
+from poise.models.scoring import score_batch
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers.recorder import environment, response_records, token_arrays
 from poise.sampling.draws import derived_seed
@@ -61,12 +61,12 @@ class PolicyLoop:
 
     def logp(self) -> Tensor:
         """The log-probabilities under the current weights, without gradients."""
-        return score_all(self.policy, self.batch, self.plan.temperature, self.plan.micro_tokens)[0]
+        return score_batch(self.policy, self.batch, self.plan.temperature, self.plan.micro_tokens)[0]
 
     def noise(self, masks: Tensor) -> dict[str, list[float | None]]:
         """The mean |Δp| per interval from rounding alone: with passes of half the size, and with bfloat16 logits."""
         smaller = min(self.policy.budget(self.plan.micro_tokens), int(self.batch.mask.sum())) // 2
-        again = score_all(self.policy, self.batch, self.plan.temperature, max(1, smaller))[0]
+        again = score_batch(self.policy, self.batch, self.plan.temperature, max(1, smaller))[0]
         rounded = token_gradient_sizes(self.batch, logit_rounding)
         moved = {"again": (again.double().exp() - self.logp().double().exp()).abs(), "bfloat16": rounded}
         return {name: interval_means(value, masks) for name, value in moved.items() if value is not None}

@@ -21,7 +21,7 @@ from poise._lib.errors import how_to_install
 from poise.batch import Prompt, padded_batch
 from poise.models.location import first_line
 from poise.models.policy import ModelError, Policy
-from poise.models.scoring import score_all
+from poise.models.scoring import score_batch
 from poise.sampling import VLLM_MEMORY
 from poise.sampling.draws import Sampling, streams
 from poise.sampling.requests import Completion, Done, Request, check_requests, numbers
@@ -119,7 +119,7 @@ class VllmEngine:
             raise
         tokens = [torch.tensor(output.token_ids) for output in outputs]
         batch = padded_batch([request.prompt for request in requests], tokens, self.policy.device)
-        scores = score_all(self.policy, batch, sampling.temperature or 1.0, self.micro_tokens)
+        scores = score_batch(self.policy, batch, sampling.temperature or 1.0, self.micro_tokens)
         return [
             Completion(
                 ids,

@@ -21,7 +21,7 @@ from poise._lib.user_code import blamed
 from poise.advantages import Estimate
 from poise.batch import Phase, Rows, TokenBatch, padded_batch
 from poise.models.policy import Policy
-from poise.models.scoring import HiddenStates, score_all, score_min_p
+from poise.models.scoring import HiddenStates, score_batch, score_min_p
 from poise.objective_settings import ADVANTAGE
 from poise.regulators import Regulator
 from poise.sampling.trajectories import CONSOLIDATED, Trajectory
@@ -103,7 +103,7 @@ def make_batch(
     sampled = _sampled(trajectories, policy.device)
     states = HiddenStates(policy, sampled, _compared(trajectories) if recompute else ()) if hidden else None
     if recompute:
-        old_logp, entropy = score_all(policy, sampled, temperature, micro_tokens, states)
+        old_logp, entropy = score_batch(policy, sampled, temperature, micro_tokens, states)
         _check_finite(old_logp[sampled.mask])
         before = sampled.old_logp if sampled.sampler_logp is None else sampled.sampler_logp
         unscored = torch.tensor([each.logp is None and each.sampler_logp is None for each in trajectories])
@@ -128,7 +128,7 @@ def _scored(
         return list(trajectories)
     prompts, tokens, own = zip(*((each.prompt, each.tokens, each.own) for each in unscored), strict=True)
     batch = padded_batch(prompts, tokens, policy.device, own)
-    values = zip(unscored, *(x.cpu() for x in score_all(policy, batch, temperature, micro_tokens)), strict=True)
+    values = zip(unscored, *(x.cpu() for x in score_batch(policy, batch, temperature, micro_tokens)), strict=True)
     scored = iter([replace(each, logp=p[: len(each.tokens)], entropy=h[: len(each.tokens)]) for each, p, h in values])
     return [next(scored) if each.logp is None else each for each in trajectories]
 

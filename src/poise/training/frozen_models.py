@@ -23,7 +23,7 @@ from poise.batch import TokenBatch
 from poise.models.loading import load_policy, load_tokenizer
 from poise.models.location import locate
 from poise.models.policy import ModelError, Policy
-from poise.models.scoring import score_all
+from poise.models.scoring import score_batch
 from poise.runs.folder import RunFolder
 from poise.sampling.algorithms import Algorithm
 from poise.sampling.choose import choose
@@ -51,7 +51,7 @@ class Frozen:
     def logp(self, batch: TokenBatch, temperature: float, micro_tokens: int | None) -> Tensor:
         """The log-probabilities (B, T) of the response tokens."""
         with self.active():
-            return score_all(self.policy, batch, temperature, micro_tokens)[0]
+            return score_batch(self.policy, batch, temperature, micro_tokens)[0]
 
     @property
     def parameters(self) -> int:

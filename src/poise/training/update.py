@@ -16,7 +16,7 @@ from poise.batch import Phase, Rows, TokenBatch
 from poise.head.loss import LARGE_CHUNK, policy_loss
 from poise.models.layers import OutOfMemoryError
 from poise.models.policy import BUSY_TOKENS, Policy
-from poise.models.scoring import largest_pass, score_all, take_less
+from poise.models.scoring import largest_pass, score_batch, take_less
 from poise.objective import Settings, active, normalizer, survey
 from poise.surrogates import Survey
 from poise.training.config.groups import OptimConfig
@@ -124,7 +124,7 @@ def backward(
     norm = normalizer(batch, settings) if divisor is None else divisor
     whole: Survey | None = None  # the surrogate's survey of the whole mini-batch
     if settings.rule.surveyed:
-        whole = survey(score_all(policy, batch, plan.temperature, plan.micro_tokens)[0], batch, settings)
+        whole = survey(score_batch(policy, batch, plan.temperature, plan.micro_tokens)[0], batch, settings)
 
     def run(rows: list[int]) -> Metrics:
         """Run one pass: add these rows' contribution to the gradient, and return their contribution to the metrics."""
