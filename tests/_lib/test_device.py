@@ -1,10 +1,14 @@
-"""Freed memory stays with the process: its pages need not be cleared by the system again."""
+"""Freed memory stays with the process; the memory that a process may use."""
 
 import ctypes
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from poise._lib.device import total_bytes
 
 COUNT = """
 import resource
@@ -34,3 +38,11 @@ def test_a_c_library_that_cannot_be_told_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(device.ctypes, "CDLL", lambda _: object())
     assert device.keep_freed_memory() is False
+
+
+@pytest.mark.parametrize(("name", "index"), [("cuda", None), ("cuda:1", 1)])
+def test_the_share_of_a_process_is_asked_for_by_number(monkeypatch, name, index):
+    """Torch refuses a CUDA device without a number here; None means the current device."""
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {index: 0.5}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    assert total_bytes(torch.device(name)) == 40 << 30

@@ -76,7 +76,7 @@ def is_planned() -> bool:
 def total_bytes(device: torch.device) -> int | None:
     """The memory that this process may use on the device; None if the system does not report it."""
     if device.type == "cuda":
-        share = torch.cuda.get_per_process_memory_fraction(device)
+        share = torch.cuda.get_per_process_memory_fraction(device.index)
         return int(share * torch.cuda.get_device_properties(device).total_memory)
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
