@@ -5,6 +5,7 @@
     python benchmarks/rollout.py --device cuda --shape 135M --uneven          # ... of very uneven length, up to 1,024
     python benchmarks/rollout.py --device cuda --growth --json growth.json    # the native engine alone
     python benchmarks/rollout.py --device cuda --profile --json kernels.json  # which kernels take its time
+    python benchmarks/rollout.py --device cuda --long --json long.json        # few rows with 4,096 tokens each
 
 They take turns, in one process, on the same prompts. With the embedded model, responses to Knights & Knaves end where
 the model ends them. A ``--shape`` has random weights and prompts of 128 random tokens, and lengths are given: all the
@@ -13,7 +14,10 @@ decodes all of them until the longest has ended, as it does in training. It gets
 makes it, with "sdpa" attention. "static" is ``generate`` with a static cache, for which transformers compiles the
 model's forward pass. "vllm" is poise's engine on vLLM, its push of the weights and its scoring included
 (``--ways native vllm``); ``beside_vllm.py`` measures vLLM alone, from one response to 2,048. "own" is the native engine
-through transformers' model code, which shows what its fused step gains (``--ways native own --no-compile``).
+through transformers' model code, which shows what its fused step gains (``--ways native own --no-compile``). ``--long``
+compares three kinds of attention: keys split between several programs, one program per row and key head, and torch's
+flash kernel. It measures whole rollouts of a group, and the attention of a step alone, against the bytes that it reads;
+the latter also with other numbers of programs per processor (2, 4), and with splits of 128 keys.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -36,6 +41,7 @@ from poise.models.policy import EMBEDDED, Policy, pad_left
 from poise.sampling.cached_engine import CachedEngine
 from poise.sampling.draws import Sampling
 from poise.sampling.native.engine import NativeEngine
+from poise.sampling.native.slot_cache import Rotation, SlotCache
 from poise.sampling.requests import Engine, Request, repeated
 from poise.sampling.vllm_engine import VllmEngine
 from poise.tasks import get
@@ -45,6 +51,7 @@ PROMPT = 128  # tokens
 BATCHES = (1, 8, 32, 128, 512, 2048)
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 GROWTH = ("size", "rows", "length")
+FEW, LONG_PROMPT = (1, 8, 32), 4096  # rows and prompt tokens of --long
 BY_SIZE = ("14M", "135M", "360M", "1.1B", "1.7B")
 
 
@@ -228,6 +235,89 @@ def profile(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         torch.cuda.empty_cache()
 
 
+def long_contexts(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Few rows with long prompts: the native engine, and the attention of its steps, with and without splits."""
+    from poise.sampling.native import kernels
+
+    kinds: dict[str, dict[str, Any]] = {
+        "split": {"PROGRAMS": kernels.PROGRAMS}, "flash": {"suits": lambda *_: False},
+        "whole": {"split_count": lambda *_: 1}, "split, 2": {"PROGRAMS": 2}, "split, 4": {"PROGRAMS": 4},
+        "split, 128": {"LEAST": 128},
+    }  # fmt: skip
+    rows: list[dict[str, Any]] = []
+
+    def rollout(policy: Policy, requests: list[Request], change: dict[str, Any]) -> Callable[[], None]:
+        engine = NativeEngine(policy)
+
+        def run() -> None:
+            with patch.multiple(kernels, **change):
+                engine.sample(requests, Sampling(1.0), 0)
+
+        return run
+
+    for shape in args.shapes or ("135M", "3B"):
+        policy = random_policy(shape, args.device, compiled=False)
+        for count in FEW:
+            requests = random_requests(shape, 1, count, [args.max_tokens] * count, LONG_PROMPT)
+            ways = {name: rollout(policy, requests, kinds[name]) for name in ("split", "flash")}
+            times = in_turns(ways, args.device, repeats=args.repeats, warmup=1)
+            cache = long_cache(shape, count, LONG_PROMPT + args.max_tokens)
+            steps = {name: attention(cache, SHAPES[shape], change) for name, change in kinds.items()}
+            alone = in_turns(steps, args.device, repeats=9, lead=100_000)
+            step_bytes = cache.nbytes * (LONG_PROMPT + args.max_tokens // 2) / cache.length
+            for name in kinds:
+                rate = step_bytes / median(alone[name])
+                row = {"shape": shape, "rows": count, "way": name, "rollout_s": times.get(name)}
+                rows.append({**row, "attention_s": alone[name], "bytes": step_bytes, "bytes_per_s": rate})
+                whole = f"{spread(times[name], 1)} s, " if name in times else ""
+                print(
+                    f"{shape:>5s} {count:3d} rows {name:9s} {whole}attention of a step {spread(alone[name])} ms = "
+                    f"{rate / 1e12:.2f} TB/s", flush=True,
+                )  # fmt: skip
+            yield rows
+            del ways, steps, cache
+        del policy
+        torch.cuda.empty_cache()
+
+
+def long_cache(shape: str, rows: int, length: int) -> SlotCache:
+    """Slots with random keys and values, that are filled except for half of the response."""
+    width, layers, heads, shared = SHAPES[shape][:4]
+    head = width // heads
+    like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+    cache = SlotCache([(shared, head, head)] * layers, rows, length, width, like)
+    for store in (*cache.keys, *cache.values):
+        store.normal_()
+    cache.set_lengths([LONG_PROMPT] * rows, [(length - LONG_PROMPT) // 2] * rows, [length - LONG_PROMPT] * rows)
+    cache.begin_step()
+    return cache
+
+
+def attention(cache: SlotCache, shape: tuple[int, ...], change: dict[str, Any]) -> Callable[[], None]:
+    """A graph of the attention in all layers of a step, after ``change`` to the module of kernels."""
+    from poise.sampling.native import kernels
+
+    rows, (width, layers, heads, shared) = cache.n, shape[:4]
+    query, key, value = (
+        torch.randn(rows, count, width // heads, dtype=torch.bfloat16, device="cuda")
+        for count in (heads, shared, shared)
+    )
+    angles = torch.randn(rows, width // heads, device="cuda")
+    rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16())
+
+    def step() -> None:
+        for layer in range(layers):
+            cache.attend(layer, query, key, value, None, None, rotation)
+
+    with patch.multiple(kernels, **change):
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    return graph.replay
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded")
@@ -249,14 +339,18 @@ def main() -> None:
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="the layers of a --shape, on CUDA"
     )
     parser.add_argument("--profile", action="store_true", help="the native engine alone: its kernels by time")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="of --growth and --profile")
+    parser.add_argument(
+        "--long", action="store_true", help="the native engine alone: few rows with long prompts, by kind of attention"
+    )
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="of --growth, --profile and --long")
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--warm-up", type=int, default=1, help="calls before those that are timed, besides one")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
     gpu = args.device == "cuda"
     args.prompts = args.prompts or (64 if args.shape or args.profile else 16)
-    args.max_tokens = args.max_tokens or (1024 if args.uneven else 256 if args.shape or args.profile else 112)
+    random = args.shape or args.profile or args.long
+    args.max_tokens = args.max_tokens or (1024 if args.uneven else 256 if random else 112)
     args.ways = args.ways or (["native", "generate", "static"] if gpu else ["native", "cached", "generate"])
     args.repeats = args.repeats or (3 if gpu else 7)
     transformers.logging.set_verbosity_error()
@@ -264,6 +358,9 @@ def main() -> None:
     if args.growth is not None:
         args.growth = args.growth or GROWTH
         for rows in growth(args):  # written after every shape: nothing is lost
+            write(args.json, {**head, "rows": rows})
+    elif args.long:
+        for rows in long_contexts(args):
             write(args.json, {**head, "rows": rows})
     elif args.profile:
         every = []

@@ -84,11 +84,11 @@ def test_a_step_sees_an_update_in_place(adapter):
     assert torch.equal(after.tokens, fresh.tokens)
 
 
-def test_few_rows_with_many_keys_are_rotated_by_plain_torch(monkeypatch):
+def test_heads_that_the_kernel_does_not_support_are_rotated_by_plain_torch(monkeypatch):
     """There the attention is torch's, which takes queries and keys that are rotated already."""
     policy, calls, query = tiny("qwen3", "cuda", torch.bfloat16), [], Rotation.query
     engine = NativeEngine(policy)
-    monkeypatch.setattr("poise.sampling.native.kernels.SHORT", 0)
+    monkeypatch.setattr("poise.sampling.native.kernels.suits", lambda *_: False)
     monkeypatch.setattr(Rotation, "query", lambda self, x: calls.append(x) or query(self, x))
     found = sample(engine, prompts(2), 1, max_tokens=20, temperature=0.0, seed=0)
     engine.release()

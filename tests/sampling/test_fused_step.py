@@ -106,9 +106,16 @@ def test_only_mistral_takes_its_window_from_the_configuration():
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernels_by_the_interpreter():
-    command = [sys.executable, str(Path(__file__).with_name("interpreted_step.py"))]
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [
+        ("interpreted_step.py", ["llama", "qwen2", "qwen3", "mistral", "smollm3", "biased", "adapter"]),
+        ("interpreted_attention.py", ["equal"]),
+    ],
+)
+def test_the_kernels_by_the_interpreter(script, printed):
+    command = [sys.executable, str(Path(__file__).with_name(script))]
     place = os.pathsep.join([str(TESTS), *sys.path])
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": place}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["llama", "qwen2", "qwen3", "mistral", "smollm3", "biased", "adapter"]
+    assert done.stdout.split() == printed

@@ -3,8 +3,9 @@
 For a small model, launching kernels takes most of the decoding time, even from a CUDA graph. This file therefore
 implements the step for common layers with fewer kernels: one product for queries, keys and values; one product for gate
 and up; each residual sum fused with the next norm; the rotation inside the attention. A LoRA adapter adds two thin
-products (``models/adapters.py``). The results equal transformers' and peft's up to rounding; a trial compares both for
-every model (``engine.py``). Other models decode through their own code.
+products (``models/adapters.py``); few rows with many keys need one more kernel (``kernels.py``). The results equal
+transformers' and peft's up to rounding; a trial compares both for every model (``engine.py``). Other models decode
+through their own code.
 """
 
 from __future__ import annotations

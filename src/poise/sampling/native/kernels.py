@@ -18,15 +18,20 @@ from poise._lib.logit_kernels import LOG2E, NEVER, finished
 from poise.lm_head import Head
 from poise.sampling.native.slot_cache import Rotation
 
+# If few rows have many keys, one program per row and key head would leave most processors idle. The keys of a slot are
+# then split between several programs, and a second kernel combines their results.
 SHORT = 1024  # keys in a slot that a single program reads fast enough, even if most processors are idle
+LEAST = 256  # keys that a program reads at least, if its slot has so many; a multiple of the kernel's BLOCK
+PROGRAMS = 3  # for each processor, at most: as many as run at once, for heads of width 128
 
 
 @triton.jit
 def _attend_kernel(
     query, query_row, query_head, new_key, key_row, key_head, new_value, value_row, value_head,
     keys, values, length, used, out, scale, window, cosine, sine, query_weight, key_weight, epsilon,
+    splits, least, tops, totals,
     HEADS: tl.constexpr, SHARING: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
-    NORM: tl.constexpr, ROTATE: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, ROTATE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     own, at = tl.arange(0, 16), tl.arange(0, PADDED)  # tl.dot takes at least 16 rows
@@ -62,17 +67,27 @@ def _attend_kernel(
     step = HEADS * WIDTH
     keys += row * length * step + head * WIDTH
     values += row * length * step + head * WIDTH
-    tl.store(keys + last * step + at, k, mask=inside)
-    tl.store(values + last * step + at, v, mask=inside)
+    begin, end = 0, last
+    if WINDOW:
+        begin = tl.maximum(last - window + 1, 0) // BLOCK * BLOCK
+    part = 0
+    if SPLIT:
+        part = tl.program_id(2)
+        size = tl.maximum(tl.cdiv(last - begin, splits * BLOCK) * BLOCK, least)
+        begin += part * size
+        end = tl.minimum(begin + size, last)
+    if part == 0:
+        tl.store(keys + last * step + at, k, mask=inside)
+        tl.store(values + last * step + at, v, mask=inside)
 
-    # The new key comes from registers, so no program waits for the store.
+    # The new key comes from registers, so no program waits for the store. It belongs to the first part; in other parts
+    # its maximum is so low that it has no weight.
     top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
     total = tl.full([16], 1.0, tl.float32)
     sums = tl.zeros([16, PADDED], tl.float32) + v.to(tl.float32)[None, :]
-    first = 0
-    if WINDOW:
-        first = tl.maximum(last - window + 1, 0) // BLOCK * BLOCK
-    for start in tl.range(first, last, BLOCK, num_stages=3):
+    if SPLIT:
+        top = tl.where(part == 0, top, NEVER)
+    for start in tl.range(begin, end, BLOCK, num_stages=3):
         position = start + tl.arange(0, BLOCK)
         seen = position < last
         if WINDOW:
@@ -87,8 +102,37 @@ def _attend_kernel(
         total = total * less + tl.sum(e, 1)
         sums = sums * less[:, None] + tl.dot(e.to(old_v.dtype), old_v)
         top = higher
-    place_out = (row * HEADS * SHARING + head * SHARING + own[:, None]) * WIDTH + at[None, :]
-    tl.store(out + place_out, (sums / total[:, None]).to(out.dtype.element_ty), mask=place)
+    result = row * HEADS * SHARING + head * SHARING + own
+    if SPLIT:
+        result = result * splits + part
+        tl.store(tops + result, top, mask=own < SHARING)
+        tl.store(totals + result, total, mask=own < SHARING)
+    else:
+        sums = sums / total[:, None]
+    tl.store(out + result[:, None] * WIDTH + at[None, :], sums.to(out.dtype.element_ty), mask=place)
+
+
+@triton.jit
+def _combine_kernel(
+    sums, tops, totals, splits, out, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Combine the parts of one query head. A part without keys has the maximum NEVER, hence no weight."""
+    head, at = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    inside = at < WIDTH
+    top, total = tl.full([1], NEVER, tl.float32), tl.zeros([1], tl.float32)
+    result = tl.zeros([PADDED], tl.float32)
+    for start in tl.range(0, splits, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        place, exists = head * splits + part, part < splits
+        own_top = tl.load(tops + place, mask=exists, other=NEVER)
+        own_total = tl.load(totals + place, mask=exists, other=0.0)
+        own = tl.load(sums + place[:, None] * WIDTH + at[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
+        higher = tl.maximum(top, tl.max(own_top, 0))
+        weight, less = tl.exp2(own_top - higher), tl.exp2(top - higher)
+        total = total * less + tl.sum(weight * own_total, 0)
+        result = result * less + tl.sum(weight[:, None] * own, 0)
+        top = higher
+    tl.store(out + head * WIDTH + at, (result / total).to(out.dtype.element_ty), mask=inside)
 
 
 def attend(
@@ -103,28 +147,44 @@ def attend(
     rows, heads, width = query.shape
     shared, rotation = keys.shape[2], rotation or Rotation()
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    splits, padded = split_count(query, keys), max(triton.next_power_of_2(width), 16)
     out = torch.empty((rows, heads, width), dtype=query.dtype, device=query.device)
     none = used  # a placeholder that a kernel without norm or rotation does not read
+    sums, tops, totals = out, none, none
+    if splits > 1:
+        sums = torch.empty((rows, heads, splits, width), dtype=torch.float32, device=query.device)
+        tops, totals = torch.empty((2, rows, heads, splits), dtype=torch.float32, device=query.device)
     with torch.cuda.device_of(query):
-        _attend_kernel[(rows, shared)](
+        _attend_kernel[(rows, shared, splits)](
             query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1),
-            value, value.stride(0), value.stride(1), keys, values, keys.shape[1], used, out,
+            value, value.stride(0), value.stride(1), keys, values, keys.shape[1], used, sums,
             (width**-0.5 if scale is None else scale) * LOG2E.value, window or 0,
             none if rotation.cosine is None else rotation.cosine, none if rotation.sine is None else rotation.sine,
             none if rotation.query_weight is None else rotation.query_weight,
             none if rotation.key_weight is None else rotation.key_weight, rotation.epsilon,
-            HEADS=shared, SHARING=heads // shared, WIDTH=width, PADDED=max(triton.next_power_of_2(width), 16),
-            WINDOW=window is not None, NORM=rotation.query_weight is not None, ROTATE=rotation.cosine is not None,
+            splits, LEAST, tops, totals,
+            HEADS=shared, SHARING=heads // shared, WIDTH=width, PADDED=padded, WINDOW=window is not None,
+            NORM=rotation.query_weight is not None, ROTATE=rotation.cosine is not None, SPLIT=splits > 1,
             BLOCK=64 if width <= 128 else 32, num_warps=4,
         )  # fmt: skip
+        if splits > 1:
+            _combine_kernel[(rows * heads,)](
+                sums, tops, totals, splits, out, WIDTH=width, PADDED=padded, BLOCK=64, num_warps=8
+            )
     return out
 
 
+def split_count(query: Tensor, keys: Tensor) -> int:
+    """Return how many programs share the keys of a slot. It depends on shapes alone, because a CUDA graph fixes it."""
+    rows, (length, shared) = len(query), keys.shape[1:3]
+    if length <= SHORT:
+        return 1
+    return max(1, min(PROGRAMS * _processors(query.device) // (rows * shared), length // LEAST))
+
+
 def suits(query: Tensor, keys: Tensor) -> bool:
-    """Whether ``attend`` supports these shapes and is fast; it is slow for few rows with many keys."""
-    sharing, busy = query.shape[1] // keys.shape[2], 2 * _processors(query.device)
-    enough = len(query) * keys.shape[2] >= busy or keys.shape[1] <= SHORT
-    return sharing <= 16 and keys.shape[3] <= 256 and enough
+    """Whether ``attend`` supports these shapes."""
+    return query.shape[1] // keys.shape[2] <= 16 and keys.shape[3] <= 256
 
 
 @cache
