@@ -103,7 +103,7 @@ def test_a_dry_run_prints_all_of_it(tmp_path):
     of = memory.footprint(config, config.model, passes=True)
     assert str(of).startswith("61.7 GB (weights 6.17 GB, gradients and optimizer 49.4 GB, starting weights 6.17 GB)")
     assert of.passes(16384) == (
-        "activations of a pass of 16,384 tokens 79.6 GB, or 6.04 GB with gradient checkpointing; KV cache up to "
+        "activations of a pass of 16,384 tokens 79.6 GB, or 6.05 GB with gradient checkpointing; KV cache up to "
         "26.9 GB (512 rows of 1,424 tokens; with less memory, some rows wait)"
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poise.batch import Prompt
@@ -26,6 +27,7 @@ USABLE_SHARE = 0.92
 LAYER_BACKWARD = 0.6
 FEWEST_TOKENS = 4096  # per pass: with fewer, matrix products of large models become slow
 MOST_ROWS = 8  # responses in the measured group; more share a prompt's memory and would take slightly less per token
+Storages = dict[int, torch.UntypedStorage]
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,21 @@ class Activations:
     layers: int
     layer: float  # per token: what a layer keeps for its backward pass
     outside: float  # per token: what the rest of the trunk keeps
-    states: int  # per token: the input of a layer
+    inputs: float  # per token: the inputs of all layers (states, rotary embeddings, …), kept by checkpointed layers
+    states: int  # per token: the trunk's result
     logits: int  # per token
     head_gradient: int  # float32 gradient of the head's weight; 0 if the head is not trained
     cache: int  # per token: keys and values of all layers
 
     def kept(self, tokens: int, *, checkpointed: bool) -> float:
-        """The bytes that the trunk keeps for the backward pass."""
-        return tokens * (self.outside + self.layers * (self.states if checkpointed else self.layer))
+        """The bytes that the trunk keeps for the backward pass, besides its result."""
+        return tokens * (self.outside + (self.inputs if checkpointed else self.layers * self.layer))
 
     def peak(self, tokens: int, *, checkpointed: bool) -> int:
-        """The peak bytes of a pass: reached with the head's chunk of logits, or in the backward pass of a layer."""
+        """The peak bytes of a pass: reached with the head's chunk of logits, or in the backward pass of a layer.
+
+        At the head, the trunk's result and its gradient are there too.
+        """
         head = min(tokens * self.logits, max(LARGE_CHUNK, self.logits)) + 2 * tokens * self.states + self.head_gradient
         layer = tokens * self.layer * (LAYER_BACKWARD + checkpointed)
         return int(self.kept(tokens, checkpointed=checkpointed) + max(head, layer))
@@ -98,8 +104,9 @@ def measure(model: Any, prompt: int, response: int, group: int) -> Activations |
     count, size, weight = packed.ids.shape[1], states.element_size(), head.weight
     return Activations(
         layers=len(counter.layers),
-        layer=counter.inside / count / max(1, len(counter.layers)),
-        outside=counter.outside / count,
+        layer=_bytes(counter.inside) / count / max(1, len(counter.layers)),
+        outside=_bytes(counter.outside) / count,
+        inputs=(_bytes(counter.inputs | counter.outside) - _bytes(counter.outside)) / count,
         states=states.shape[-1] * size,
         logits=weight.shape[0] * size,
         head_gradient=weight.numel() * 4 if weight.requires_grad else 0,
@@ -108,37 +115,45 @@ def measure(model: Any, prompt: int, response: int, group: int) -> Activations |
 
 
 class _Counter:
-    """Counts the bytes that autograd keeps inside and outside the layers that can be checkpointed."""
+    """Finds what autograd keeps inside and outside the layers that can be checkpointed, and the layers' inputs.
+
+    Storages are held, so that no other storage gets the address of a freed one.
+    """
 
     def __init__(self, trunk: nn.Module) -> None:
         self.layers = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
         self.weights = {_storage(x) for x in trunk.parameters()}
-        self.kept: dict[int, torch.UntypedStorage] = {}  # held, so that no other storage gets its address
-        self.inside = self.outside = self.depth = 0
+        self.inside: Storages = {}
+        self.outside: Storages = {}
+        self.inputs: Storages = {}
+        self.depth = 0
 
     def keep(self, x: Tensor) -> Tensor:
         place = _storage(x)
-        if place not in self.weights and place not in self.kept:
-            self.kept[place] = x.untyped_storage()
-            if self.depth:
-                self.inside += x.untyped_storage().nbytes()
-            else:
-                self.outside += x.untyped_storage().nbytes()
+        if place not in self.weights and place not in self.inside and place not in self.outside:
+            (self.inside if self.depth else self.outside)[place] = x.untyped_storage()
         return x
 
     def __enter__(self) -> None:
-        def enter(*_: object) -> None:
+        def enter(_: nn.Module, *given: Any) -> None:
+            for x in tree_leaves(given) if not self.depth else ():
+                if isinstance(x, Tensor) and _storage(x) not in self.weights:
+                    self.inputs[_storage(x)] = x.untyped_storage()
             self.depth += 1
 
         def leave(*_: object) -> None:
             self.depth -= 1
 
-        self.hooks = [layer.register_forward_pre_hook(enter) for layer in self.layers]
+        self.hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in self.layers]
         self.hooks += [layer.register_forward_hook(leave) for layer in self.layers]
 
     def __exit__(self, *_: object) -> None:
         for hook in self.hooks:
             hook.remove()
+
+
+def _bytes(storages: Storages) -> int:
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _storage(x: Tensor) -> int:
