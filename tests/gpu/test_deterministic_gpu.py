@@ -1,7 +1,6 @@
 """``deterministic=true`` on CUDA: two runs, and a run that was killed and resumed, end with the same bytes.
 
-Each run is a process of its own, as cuBLAS must have its workspace before CUDA starts. Not run yet: it was written on a
-machine without a GPU.
+Each run is a process of its own, as cuBLAS must have its workspace before CUDA starts.
 """
 
 import signal
