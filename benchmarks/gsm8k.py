@@ -1,7 +1,8 @@
 """Trains a model on GSM8K with poise, or with TRL for a given time, and measures the result in the same way.
 
-    python benchmarks/gsm8k.py poise MODEL DATA --seed 0 --json out/poise-0.json
-    python benchmarks/gsm8k.py trl MODEL DATA --seconds 120 --engine vllm --json out/trl.json
+    python benchmarks/gsm8k.py poise MODEL DATA --seed 0 --out runs/gsm8k-0 --json out/poise-0.json
+    python benchmarks/gsm8k.py trl MODEL DATA --seconds 95 --out runs/trl --json out/trl.json
+    poise eval runs/trl/trl-model task.name=math data=DATA problems=500 samples=1 max_tokens=512 --json trl-eval.json
 
 MODEL is a folder, DATA a file with the columns question and answer; a tenth of it is held out. Both trainers get the
 same prompts, rewards, learning rate, clipping, optimizer settings and batch (64 problems × 8 responses), and both start
@@ -38,8 +39,8 @@ def with_poise(args: argparse.Namespace) -> dict[str, Any]:
     """Train with poise: accuracy over the steps, seconds and peak memory."""
     result = poise.train(
         model=args.model, data=args.data, task="math", steps=args.steps, prompts=args.prompts, group=GROUP,
-        seed=args.seed,
-        run=f"{args.out}/run", rollout={"max_tokens": args.max_tokens}, optim={"lr": RATE}, checkpoint_every=0,
+        seed=args.seed, run=f"{args.out}/run", checkpoint_every=0,
+        rollout={"max_tokens": args.max_tokens}, optim={"lr": RATE},
         evaluation={"every": args.steps // 6, "problems": args.problems, "samples": 1}, rollouts_every=0,
     )  # fmt: skip
     rows = result.curves
@@ -48,14 +49,18 @@ def with_poise(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "before": result.summary["before"],
         "after": result.summary["after"],
-        "curve": [{k: v for k, v in row.items() if k == "step" or k.startswith("eval/math/")} for row in rows],
+        "curve": [_evaluation(row) for row in rows if row.get("eval/math/greedy", -1) >= 0],  # not if NaN
         "steps": [{name: row[name] for name in names} for row in rows],
         "train_s": sum(row["time/step"] for row in rows),
     }
 
 
+def _evaluation(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name == "step" or name.startswith("eval/math/")}
+
+
 def with_trl(args: argparse.Namespace) -> dict[str, Any]:
-    """Train with TRL until the time is up, then evaluate its model with poise."""
+    """Train with TRL until the time is up, then save its model."""
     import transformers
     import trl
     from datasets import Dataset
@@ -109,9 +114,8 @@ def with_trl(args: argparse.Namespace) -> dict[str, Any]:
         model = Path(args.out) / "trl-model"
         trainer.model.to(torch.bfloat16).save_pretrained(model)
         trainer.processing_class.save_pretrained(model)
-    # evaluate in a process of its own: vLLM keeps its share of this one's memory
-    found = {"steps": steps, "train_s": sum(step["time/step"] for step in steps), "model": str(model)}
-    return found | memory
+    print(f"TRL's model is in {model}: evaluate it in another process, since vLLM keeps its memory in this one")
+    return {"steps": steps, "train_s": sum(step["time/step"] for step in steps), "model": model.name} | memory
 
 
 def _now() -> float:
@@ -149,7 +153,9 @@ def main() -> None:
     args = parser.parse_args()
     found = (with_poise if args.which == "poise" else with_trl)(args)
     whole = {"process_s": since_start()} | ({} if args.which == "trl" else _memory())
-    write(args.json, {"which": args.which, "settings": vars(args) | {"json": str(args.json)}} | found | whole
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "json")}
+    settings |= {name: Path(settings[name]).name for name in ("model", "data")}
+    write(args.json, {"which": args.which, "settings": settings} | found | whole
           | {"environment": environment("cuda" if CUDA else "cpu")})  # fmt: skip
 
 
