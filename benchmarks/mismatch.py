@@ -22,6 +22,7 @@ from measure import environment, write
 from torch import Tensor
 
 from poise.batch import TokenBatch
+from poise.models.loading import resolve_device
 from poise.runs.folder import RunFolder
 from poise.tasks import draw
 from poise.training.batches import drop_failed
@@ -83,7 +84,7 @@ def main() -> None:
             probabilities.append(batch.old_logp[batch.mask].double().exp().cpu())
     gap = torch.cat(gaps)
     found: dict[str, Any] = {
-        "recipe": args.recipe, "settings": args.settings, **environment(config.device),
+        "recipe": args.recipe, "settings": args.settings, **environment(resolve_device(config.device).type),
         "by_depth": table(torch.cat(depths), gap, DEPTHS),
         "by_probability": table(torch.cat(probabilities), gap, PROBABILITIES),
     }  # fmt: skip

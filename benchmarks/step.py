@@ -159,7 +159,8 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         start = now(self.device)
         result = self.ours.step(self.state)
         seconds = now(self.device) - start
-        self.state, metrics = result.state, result.metrics
+        self.state = result.state
+        metrics = result.metrics | result.clock.metrics(int(result.metrics["tokens/sampled"]))
         assert self.problems.steps == step, "the problems differ"
         config = self.ours.config
         lengths = [metrics["rollout/length"]] * (config.prompts * config.group)
