@@ -79,15 +79,18 @@ def child(file: Path, begun: float, words: list[str]) -> None:
     from poise.cli import train
 
     command: Any = train
-    starts = command.quick_imports
+    starts, watched = command.quick_imports, False
 
     @contextmanager
     def quick_imports() -> Iterator[None]:
+        nonlocal watched
         marks.part("settings")
         with starts():
             yield
         marks.part("imports")
-        _watch(marks, file)
+        if "poise.trainer" in sys.modules and not watched:  # the last of the command's imports
+            watched = True
+            _watch(marks, file)
 
     command.quick_imports = quick_imports
     sys.argv = ["poise", "train", *words]
@@ -99,6 +102,7 @@ def _watch(marks: Marks, file: Path) -> None:
     import poise.trainer
     from poise.models import load_checks
     from poise.sampling.native import engine
+    from poise.training import building
 
     trainer: Any = poise.trainer
     files = {
@@ -116,8 +120,8 @@ def _watch(marks: Marks, file: Path) -> None:
     functions = [getattr(owner, name) for owner, name in plain]
     for owner, name in plain:
         marks.around(owner, name, inside=True)
-    for name in ("load_policy", "build_sampler", "preflight"):
-        marks.around(trainer, name)
+    for owner, name in ((building, "load_policy"), (building, "build_sampler"), (trainer, "preflight")):
+        marks.around(owner, name)
     step = trainer.Trainer.step
 
     def timed_step(self: Any, *args: Any) -> Any:
