@@ -1,5 +1,7 @@
 """The native engine's rows: read once, given up when a response ends, with room that grows."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -7,9 +9,10 @@ from poise.models.policy import ModelError
 from poise.sampling.cached_engine import CachedEngine
 from poise.sampling.draws import Sampling
 from poise.sampling.native import graphs
-from poise.sampling.native.decoder import Decoder
+from poise.sampling.native.decoder import Decoder, layer_shapes
 from poise.sampling.native.engine import NativeEngine
 from poise.sampling.native.scheduler import Scheduler
+from poise.sampling.native.slot_cache import SlotCache
 from poise.sampling.requests import Request
 from support.native_engines import SlotEngine
 from support.sampled import ask
@@ -47,6 +50,19 @@ class TestRows:
         assert graphs.sizes(1) == [1]
         assert graphs.sizes(20) == [8, 12, 16, 20]
         assert graphs.sizes(100)[-2:] == [96, 100]
+
+    def test_a_graph_is_recorded_on_the_models_device_whichever_is_current(self, monkeypatch):
+        asked, policy = {}, tiny("llama")
+        cuda = {"Stream": lambda device: f"stream of {device}", "device": nullcontext, "synchronize": lambda _: None}
+        cuda |= {"CUDAGraph": object, "graph": lambda _, **how: asked.update(how) or nullcontext()}
+        for name, fake in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        cache = SlotCache(layer_shapes(policy), 2, 8, policy.head().weight.shape[1], next(policy.trunk.parameters()))
+        decoder = graphs.GraphedDecoder(policy, cache)
+        cache.set_lengths([3, 3], [0, 0], [4, 4])
+        with torch.no_grad():
+            decoder._record(2, Sampling())
+        assert asked == {"pool": None, "stream": "stream of cpu", "capture_error_mode": "thread_local"}
 
     def test_slots_fit_the_memory_or_it_is_said_what_to_lower(self):
         per_slot = graphs.slot_bytes([(2, 64, 64)] * 3, 1000, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -117,15 +118,28 @@ class GraphedDecoder(Decoder):
         self.step_number.zero_()
         for _ in range(WARM_UP):
             step()
-        torch.cuda.synchronize(self.hidden.device)
-        graph = torch.cuda.CUDAGraph()
+        device, graph = self.hidden.device, torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(device)
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool=pool):
+        # "thread_local": an environment that answers in another thread may use CUDA at the same time.
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"),
+        ):
             step()
         for x, old in zip(state, saved, strict=True):
             x.copy_(old)
         self.graphs[n, sampling] = graph
         return graph
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that records graphs on this device.
+
+    torch's own stream for recording belongs to the device that was current first, and records nothing on another one.
+    """
+    return torch.cuda.Stream(device)
 
 
 def sizes(slots: int) -> list[int]:
