@@ -93,10 +93,16 @@ docs: .venv-docs/installed
 	.venv-docs/bin/python -m mkdocs build
 
 # On a machine with a CUDA device. With a python that has all it needs already: make test-gpu GPU_PYTHON=python3
+# Several processes share the device, since most of the time goes to imports and compilers. vLLM measures the device's free
+# memory when it starts, so its tests run alone.
 GPU_PYTHON ?= $(BIN)/python
+GPU_JOBS ?= 4
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/installed)
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make test-gpu: torch sees no CUDA device here")'
-	$(GPU_PYTHON) -m pytest tests/gpu -n 0
+	@failed=0; \
+	$(GPU_PYTHON) -m pytest tests/gpu -n $(GPU_JOBS) --ignore tests/gpu/test_vllm_cuda.py || failed=1; \
+	$(GPU_PYTHON) -m pytest tests/gpu/test_vllm_cuda.py -n 0 || failed=1; \
+	exit $$failed
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
