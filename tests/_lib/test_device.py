@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from poise._lib.device import total_bytes
+from poise._lib.device import free_bytes, total_bytes
 
 COUNT = """
 import resource
@@ -46,3 +46,14 @@ def test_the_share_of_a_process_is_asked_for_by_number(monkeypatch, name, index)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {index: 0.5}.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
     assert total_bytes(torch.device(name)) == 40 << 30
+
+
+def test_free_memory_is_at_most_what_the_process_may_use(monkeypatch):
+    cuda, gib = torch.device("cuda"), 1 << 30
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 8 * gib)
+    for share, free, expected in ((1.0, 40, 43), (0.25, 40, 15), (0.25, 2, 5), (0.05, 40, 0)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _, share=share: share)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free * gib, 80 * gib))
+        assert free_bytes(cuda) == expected * gib

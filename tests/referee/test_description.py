@@ -106,7 +106,7 @@ def test_a_dry_run_counts_what_is_done(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "Processes", lambda _: Trial())
     for arm in plan.arms:
         finish(plan.run(arm, arm.variants[0], 0))
-    command._forecast(plan)
+    command._forecast(plan, 2)
     said = capsys.readouterr().out
     assert "6 runs (2 done)" in said
     assert "3 seeds cannot show a significant difference" in said

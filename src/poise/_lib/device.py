@@ -44,14 +44,15 @@ def send(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory: what CUDA reports, plus what torch has reserved but does not use.
+    """Free memory: what CUDA reports, plus what torch has reserved but does not use; at most what this process may use.
 
     Inside ``planned``, the result is a fixed share of the memory that the run does not hold, whatever is free now.
     """
     if _held is not None:
         return max(0, int(PLANNED_SHARE * ((total_bytes(device) or 0) - _held)))
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + unused
+    used = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - used
+    return min(int(torch.cuda.mem_get_info(device)[0]) + unused, max(0, (total_bytes(device) or 0) - used))
 
 
 @contextmanager
@@ -82,6 +83,12 @@ def total_bytes(device: torch.device) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows
         return None
+
+
+def limit_memory(device: torch.device, share: float) -> None:
+    """Let this process use at most this share of a GPU's memory; ``total_bytes`` then returns that much."""
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share, device.index)
 
 
 def keep_freed_memory() -> bool:

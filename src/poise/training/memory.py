@@ -50,6 +50,19 @@ def bound_passes(policy: Policy, memory: Footprint, micro_tokens: int | None, no
     note(f"passes of {passes.tokens:,} tokens{how}: {most:,} would take {whole}, and the device has {left} for them")
 
 
+def needed_bytes(config: Config) -> tuple[int, int] | None:
+    """The least device memory of a run, and the memory for passes and a KV cache that keep a shared GPU busy.
+
+    None if the memory cannot be forecast.
+    """
+    memory = footprint(config, config.model_name, passes=True)
+    if memory is None or memory.activations is None or memory.rows is None:
+        return None
+    a_pass = memory.activations.peak(max(FEWEST_TOKENS, memory.rows.longest), checkpointed=False)
+    cache = memory.rows.count * memory.rows.longest * memory.activations.cache
+    return memory.least, max(memory.least, memory.total + max(a_pass, cache))
+
+
 def smaller_footprints(config: Config, name: str) -> Iterator[tuple[str, Footprint | None]]:
     """Yield changes of settings that save memory, each with the memory forecast after the change."""
     if config.lora is None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-
-import torch
 
 from poise._lib.errors import visible
 from poise.models.location import locate
@@ -23,7 +20,6 @@ from poise.runs.subscribers.console import Console
 from poise.training.config.documents import Document
 from poise.training.interrupts import Stopper
 
-GPU_JOBS = 16  # runs in parallel on a GPU
 INTERRUPTED = 130
 
 
@@ -42,9 +38,9 @@ def compare(
     """
     plan = read_plan(recipe, overrides)
     plan_file.check(plan, trust_changed=trust_changed)
-    _check_models(plan)
+    jobs, share = _check_models(plan)
     if dry_run:
-        _forecast(plan)
+        _forecast(plan, jobs)
         return 0
     with owned(plan.folder, make=True):
         plan_file.check(plan, trust_changed=trust_changed)  # again: another process may have started the comparison
@@ -57,17 +53,19 @@ def compare(
         with Stopper(view.note) as stopper:
             for line in description.heading(plan):
                 view.note(line)
-            jobs, parallel = _parallel_jobs(plan)
-            runner = Runner(plan, Processes(plan.settings.threads), view, jobs)
-            with mps(view.note) if parallel else nullcontext(), closing(runner.processes):
+            runner = Runner(plan, Processes(plan.settings.threads, share), view, jobs)
+            with mps(view.note) if share else nullcontext(), closing(runner.processes):
                 if runner.status().done < plan.size:
                     view.note("loading the model …")
                 runner.run(lambda: stopper.requested)
         return _finish(plan, runner)
 
 
-def _check_models(plan: Plan) -> None:
-    """Raise an error if a model or engine is missing, before anything is written. Finished runs need neither."""
+def _check_models(plan: Plan) -> tuple[int, float | None]:
+    """Raise an error if a model, an engine or memory is missing, before anything is written. Finished runs need none.
+
+    Return the number of parallel runs and each one's share of the GPU's memory, as ``parallel_jobs`` does.
+    """
     configs = [run.config for run in Runner(plan, Processes(), Progress(quiet=True), jobs=1).left()]
     for model in dict.fromkeys(config.model for config in configs):
         locate(model)
@@ -75,29 +73,16 @@ def _check_models(plan: Plan) -> None:
         from poise.sampling.vllm_engine import check_installed
 
         check_installed()
+    from poise.referee.compare.jobs import parallel_jobs  # only now, because transformers takes seconds to import
+
+    return parallel_jobs(configs, plan.settings.jobs)
 
 
-def default_jobs(gpu: bool) -> int:
-    """The number of parallel runs: 16 on a GPU; on a CPU one per core that this process may use."""
-    if gpu:
-        return GPU_JOBS
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _parallel_jobs(plan: Plan) -> tuple[int, bool]:
-    """The number of parallel runs, and whether they share a GPU."""
-    device = plan.baseline.variants[0].config.device
-    gpu = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
-    jobs = min(plan.settings.jobs or default_jobs(gpu), plan.size)
-    return jobs, gpu and jobs > 1
-
-
-def _forecast(plan: Plan) -> None:
+def _forecast(plan: Plan, jobs: int) -> None:
     """Print the plan, and forecast its time from a trial run. Write nothing."""
     for line in description.heading(plan):
         print(visible(line))
     print("measuring two steps of a run …", flush=True)
-    jobs = _parallel_jobs(plan)[0]
     with closing(Processes(plan.settings.threads)) as processes:
         done = Runner(plan, processes, Progress(quiet=True), jobs).status().done
         seconds = description.measure_trial(plan, processes)

@@ -42,8 +42,8 @@ class RunExit(NamedTuple):
 class Processes:
     """The processes of active runs, by number. The server that forks them starts with the first run."""
 
-    def __init__(self, threads: int = 1) -> None:
-        self.threads = threads
+    def __init__(self, threads: int = 1, share: float | None = None) -> None:
+        self.threads, self.share = threads, share  # CPU threads of a run; its share of the GPU's memory
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["poise.referee.compare.preload"])
         self._running: dict[int, multiprocessing.context.ForkServerProcess] = {}
@@ -56,7 +56,7 @@ class Processes:
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         data = data_fingerprint(config.task.build())
-        arguments = (config.model_dump(mode="json"), log, self.threads, before, data, config.code)
+        arguments = (config.model_dump(mode="json"), log, self.threads, before, data, config.code, self.share)
         process = self._context.Process(target=worker.main, args=arguments)
         try:
             with _safe_path():

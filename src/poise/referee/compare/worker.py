@@ -19,7 +19,13 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def main(
-    settings: dict[str, Any], log: Path, threads: int, before: Path | None, data: str | None, code: Any
+    settings: dict[str, Any],
+    log: Path,
+    threads: int,
+    before: Path | None,
+    data: str | None,
+    code: Any,
+    share: float | None,
 ) -> NoReturn:
     """Train a run, append its output to ``log``, and end the process."""
     from poise._lib import user_code
@@ -36,7 +42,7 @@ def main(
         os.dup2(file, 1)
         os.dup2(file, 2)
         user_code.FOLDERS.append(os.getcwd())
-        status = carry_out(settings, threads=threads, before=before, data=data, code=code)
+        status = carry_out(settings, threads=threads, before=before, data=data, code=code, share=share)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -53,17 +59,25 @@ def die_with_parent() -> None:
 
 
 def carry_out(
-    settings: dict[str, Any], *, threads: int, before: Path | None = None, data: str | None = None, code: Any = None
+    settings: dict[str, Any],
+    *,
+    threads: int,
+    before: Path | None = None,
+    data: str | None = None,
+    code: Any = None,
+    share: float | None = None,
 ) -> int:
     """Start or resume the run with these settings, print errors, and return the exit code.
 
     The file ``before`` has the accuracy before training, if another run has measured it. ``data`` and ``code`` are the
     fingerprints of the data and the user's code at the start of the comparison; if they have changed, runs would not be
-    comparable.
+    comparable. ``share`` is the run's share of the GPU's memory if other runs use the GPU too.
     """
     import torch
 
+    from poise._lib.device import limit_memory
     from poise._lib.user_code import edited
+    from poise.models.loading import resolve_device
     from poise.referee.compare import shared_start
     from poise.tasks import TaskError, data_fingerprint
     from poise.training.config.schema import restore
@@ -78,6 +92,8 @@ def carry_out(
             raise TaskError(
                 f"{', '.join(files)} was edited since the comparison started: restore it, or start another run=DIR"
             )
+        if share is not None:
+            limit_memory(resolve_device(config.device), share)
         _train(config, None if before is None else shared_start.read(before, config))
     except KeyboardInterrupt:
         return STOPPED

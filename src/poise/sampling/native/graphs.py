@@ -64,7 +64,7 @@ def affordable(slots: int, per_slot: int, free: int, length: int) -> int:
 
 def idle_bytes(device: torch.device) -> float:
     """Return the maximum bytes of a cache that stays in memory between two calls."""
-    return IDLE_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return IDLE_SHARE * (_device.total_bytes(device) or 0)
 
 
 class GraphedDecoder(Decoder):
