@@ -1,9 +1,12 @@
 """How many runs of a comparison train in parallel, and how they share a GPU's memory."""
 
+import os
+
 import pytest
 import torch
 import transformers
 
+from poise._lib.determinism import FIXED, WORKSPACE
 from poise.models import footprint
 from poise.referee.compare import jobs, worker
 from poise.referee.compare.jobs import GPU_JOBS, parallel_jobs
@@ -94,3 +97,17 @@ def test_a_run_keeps_to_its_share(monkeypatch):
     assert worker.carry_out(settings, threads=1, share=0.25) == worker.DONE
     assert worker.carry_out(settings, threads=1) == worker.DONE
     assert limits == [(torch.device("cpu"), 0.25)]
+
+
+def test_a_deterministic_run_fixes_its_workspace_before_cuda_starts(monkeypatch):
+    """The limit of its memory starts CUDA; and so does the name of the GPU, with which ``before`` is compared."""
+    found = []
+    monkeypatch.setattr("poise.models.loading.resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("poise._lib.device.limit_memory", lambda *_: found.append(os.environ.get(WORKSPACE)))
+    monkeypatch.setattr(worker, "_train", lambda *_: None)
+    monkeypatch.setenv(WORKSPACE, "")
+    monkeypatch.delenv(WORKSPACE)
+    for setting, expected in (("false", None), ("true", FIXED[0])):
+        settings = load("tiny", [f"deterministic={setting}"]).model_dump(mode="json")
+        assert worker.carry_out(settings, threads=1, share=0.25) == worker.DONE
+        assert found.pop() == expected

@@ -21,7 +21,15 @@ def test_arms_and_seeds_begin_alike_and_other_models_or_measurements_do_not(tmp_
     plan = make(tmp_path, regulator="grpo; ar; lopti")
     first, *others = plan.all_runs()
     assert all(shared_start.same_start(first, other) for other in others)
-    for setting in ("rollout.temperature=0.5", "evaluation.seed=1", "dtype=bfloat16", "steps=3", "task.people=3"):
+    others = (
+        "rollout.temperature=0.5",
+        "evaluation.seed=1",
+        "dtype=bfloat16",
+        "deterministic=true",
+        "steps=3",
+        "task.people=3",
+    )
+    for setting in others:
         other = make(tmp_path, setting).all_runs()[0]
         assert not shared_start.same_start(first, other), setting
 

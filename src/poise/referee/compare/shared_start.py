@@ -21,7 +21,7 @@ from poise.training.config.schema import Config
 # ``steps`` is included because reward functions see it.
 START = (
     *("model", "revision", "template", "task", "rollout", "evaluation", "lora"),
-    *("device", "dtype", "compile", "remote_code", "steps"),
+    *("device", "dtype", "compile", "deterministic", "remote_code", "steps"),
 )
 PLACE = ("torch", "device", "threads")  # compared in environment.json
 FILE = "before.json"

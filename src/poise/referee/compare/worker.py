@@ -75,6 +75,7 @@ def carry_out(
     """
     import torch
 
+    from poise._lib.determinism import fix_workspace
     from poise._lib.device import limit_memory
     from poise._lib.user_code import edited
     from poise.models.loading import resolve_device
@@ -92,8 +93,11 @@ def carry_out(
             raise TaskError(
                 f"{', '.join(files)} was edited since the comparison started: restore it, or start another run=DIR"
             )
+        device = resolve_device(config.device)
+        if config.deterministic and device.type == "cuda":
+            fix_workspace()  # before CUDA starts, as it does below
         if share is not None:
-            limit_memory(resolve_device(config.device), share)
+            limit_memory(device, share)
         _train(config, None if before is None else shared_start.read(before, config))
     except KeyboardInterrupt:
         return STOPPED
