@@ -74,6 +74,11 @@ def test_a_budget_is_raised_above_what_was_sampled(tmp_path):
     assert commands(lines(tmp_path, settings=["budget=1000"], tokens=8059))[1][-1] == "budget=16118"
 
 
+def test_a_run_that_a_callback_ended_continues_to_its_steps(tmp_path):
+    for step in (0, 10):
+        assert commands(lines(tmp_path, steps=step))[1][-1] == "steps=50"
+
+
 def test_a_run_that_reached_its_goal_goes_on_without_it(tmp_path):
     goal = ["stop_at=0.5", "evaluation.every=5", "steps=80"]
     assert commands(lines(tmp_path, settings=goal))[1][-1] == "stop_at=null"

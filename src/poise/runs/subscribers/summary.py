@@ -193,7 +193,8 @@ def conclusion(
         advice = [f"smaller steps: begin again with optim.lr={config.optim.lr / 4:.2g}"]
     else:
         spent = summary.get("tokens", 0)  # often more than the budget, because a step is never cut
-        more = f"budget={2 * max(config.budget, spent)}" if config.budget else f"steps={2 * summary['steps']}"
+        steps = max(2 * summary["steps"], config.steps)  # a callback may have ended the run early, even before step 1
+        more = f"budget={2 * max(config.budget, spent)}" if config.budget else f"steps={steps}"
         if config.stop_at is not None and summary["steps"] < config.steps and spent < (config.budget or inf):
             more = "stop_at=null"  # the goal is reached, and would end the run again
         advice = ["# train on", resume_command(folder.path, more)]
