@@ -113,6 +113,14 @@ def test_a_run_ends_with_them(tmp_path, capsys):
     )
 
 
+@pytest.mark.usefixtures("short_evaluation")
+def test_each_evaluation_shows_its_accuracy(tmp_path, capsys):
+    for samples, shown in ((2, "avg@2 0.000, greedy 0.000"), (1, "greedy 0.000")):
+        settings = [f"evaluation.samples={samples}", f"evaluation.temperature={samples - 1}", "evaluation.every=1"]
+        trainer.train(make(tmp_path, *SHORT, "steps=2", *settings, name=f"run-{samples}"))
+        assert capsys.readouterr().out.splitlines().count(f"  {shown}") == 3  # before, after one step, at the end
+
+
 def test_where_nothing_was_ever_right_more_of_the_same_is_no_advice(tmp_path):
     told = "\n".join(lines(tmp_path, {"avg@4": (0.0, 0.0), "greedy": (0.0, 0.0)}))
     assert "the reward cannot read them" in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from poise._lib.files import dumps
@@ -64,6 +65,12 @@ class Evaluation:
             **({"failed": self.failed} if self.failed else {}),
             "table": table,
         }
+
+    def in_short(self) -> str:
+        """The accuracy in a few words, for the console: avg@k and greedy, at temperature 0 only greedy."""
+        greedy = f"greedy {fmean(result.correct[0] for result in self.greedy):.3f}"
+        sampled = fmean(fmean(result.correct) for result in self.sampled)
+        return greedy if self.temperature == 0 else f"avg@{self.samples} {sampled:.3f}, {greedy}"
 
     def by_problem(self) -> dict[str, Any]:
         """The content of ``before.json`` and ``problems.json``: correct replies per problem, sampled and greedy.

@@ -80,7 +80,9 @@ class EvaluationSchedule:
             problems = draw(task, "test", seed, settings.problems, self.sampler.fits)
             self.console.note(f"evaluating {len(problems)} held-out problems × {settings.samples}{greedily}")
             sampler = self.sampler.at(self._state.progress(self.config, task))
-            return held_out(sampler, self.config, self._progress, problems, seed)
+            evaluation = held_out(sampler, self.config, self._progress, problems, seed)
+            self.console.note(f"  {evaluation.in_short()}")
+            return evaluation
 
     def during(self) -> dict[str, float]:
         """Evaluate during training and return the metrics.
