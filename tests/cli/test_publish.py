@@ -65,6 +65,17 @@ def test_the_card_has_the_numbers_and_no_paths(adapted, tmp_path):
     assert not (tmp_path / "plain" / "README.md").exists()
 
 
+def test_the_card_of_the_demo_names_its_model_and_repeats_nothing(tmp_path):
+    few = ["steps=1", "prompts=2", "group=2", "evaluation.problems=2", "rollout.max_tokens=8"]
+    poise("train", "demo", *few, f"run={tmp_path / 'run'}")
+    poise("export", tmp_path / "run", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| started from | poise's model embedded-plain |" in card
+    assert "2 problems, greedily, with 95 % intervals:" in card
+    assert "| greedy | " in card
+    assert "@1" not in card
+
+
 def test_the_card_of_another_step_does_not_have_the_numbers_of_the_last(trained, tmp_path):
     poise("export", trained / "checkpoints" / "step-000001", tmp_path / "first")
     poise("export", trained / "checkpoints" / "step-000002" / "model", tmp_path / "second")

@@ -22,6 +22,7 @@ def test_the_plan_in_words(tmp_path):
         "a fair comparison needs at least 1,000",
     ):
         assert words in said
+    assert "held-out problems, greedily;" in "\n".join(description.heading(make(tmp_path, "evaluation.temperature=0")))
     assert "a fair comparison needs" not in "\n".join(description.heading(make(tmp_path, "evaluation.problems=1000")))
 
 
@@ -31,14 +32,16 @@ def test_a_rate_is_shown_as_it_is_typed(rate, text):
 
 
 def test_the_time_of_a_run_from_two_steps(tmp_path):
-    def seconds(changes=(), regulator="grpo; lopti", arm=0):
-        plan = make(tmp_path, "steps=10", "evaluation.problems=8", "evaluation.every=4", regulator=regulator)
+    def seconds(changes=(), regulator="grpo; lopti", arm=0, settings=()):
+        few = ["steps=10", "evaluation.problems=8", "evaluation.every=4", *settings]
+        plan = make(tmp_path, *few, regulator=regulator)
         tried = plan.baseline.variants[0].config
         step = {"time/step": 3.0, "time/rollout": 2.0, "time/update": 0.5, "tokens/sampled": 50.0}
         return run_seconds(plan.arms[arm].variants[0].config.model_copy(update=dict(changes)), tried, step, start=5.0)
 
     # Four evaluations (before, after, steps 4 and 8) of 8 × 2 responses; a step has 4.
     assert seconds() == 5 + 10 * 3 + 4 * 4 * 2
+    assert seconds(settings=["evaluation.temperature=0"]) == 5 + 10 * 3 + 4 * 2 * 2  # the sample is the greedy response
     assert seconds({"budget": 120}) == 5 + 9 + 16  # reached in the third step
     assert seconds({"prompts": 6}) == 5 + 10 * 9 + 4 * 4 * 2  # three times the responses; evaluations are the same
     assert seconds(arm=1) == seconds() + 10 * 0.5  # two phases

@@ -65,6 +65,18 @@ def test_the_report_opens_with_what_was_reached(page, tmp_path):
     assert cells(page, 1)[0][0] == "avg@4, difficulty 2"
 
 
+def test_a_greedy_evaluation_is_shown_once(page, tmp_path):
+    folder = finished(tmp_path / "run")
+    row = {"value": 0.317, "low": 0.264, "high": 0.373}
+    one = evaluation(0.3, 0.3) | {"samples": 1, "temperature": 0, "table": {"avg@1": row, "greedy": row}}
+    folder.write_json("before.json", one)
+    folder.write_json("summary.json", {"steps": 4, "before": one, "after": one})
+    look(page, tmp_path, folder, tab="result")
+    assert page.inner_text(".headline") == "0.317 → 0.317 greedy on 300 held-out problems"
+    assert [row[0] for row in cells(page)] == ["greedy"]
+    assert "300 problems, one greedy answer each; " in page.inner_text(".result")
+
+
 def test_a_single_difficulty_repeats_nothing(page, tmp_path):
     folder = finished(tmp_path / "run")
     one = evaluation(0.3, 0.6, difficulties=("all",))

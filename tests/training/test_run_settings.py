@@ -48,6 +48,8 @@ def test_a_run_is_measured_on_its_own_task_with_its_own_settings(tmp_path, monke
     assert "on task kk (people=(3, 4, 5, 6, 7)" in poise("eval", run, "task.name=kk", *changed[2:]).output
     shown = poise("eval", run, "temperature=0", "problems=1").output
     assert "1 problems × 1 samples at temperature 0, top_p 1, top_k 7, up to 24 tokens\n" in shown
+    assert "\ngreedy " in shown
+    assert "avg@1" not in shown  # it would repeat greedy
     assert "greedy samples are all the same" in fails("eval", run, "temperature=0", "samples=2")
     monkeypatch.delitem(tasks.TASKS, "short")
     assert "unknown task 'short'" in fails("eval", run)

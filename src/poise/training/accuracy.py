@@ -186,11 +186,15 @@ def lost_shares(summary: Mapping[str, Any]) -> dict[str, float]:
     return {name: summary[name] / count for name in LOST if type(summary.get(name)) is int and count}
 
 
-def without_repeats(table: dict[str, Any]) -> dict[str, Any]:
-    """Drop the rows pass@1 and maj@1, which repeat avg@1, and the difficulty rows if there is only one difficulty."""
+def without_repeats(table: dict[str, Any], temperature: float | None = None) -> dict[str, Any]:
+    """Drop the rows pass@1 and maj@1, which repeat avg@1, and the difficulty rows if there is only one difficulty.
+
+    At temperature 0, avg@1 repeats greedy accuracy and is dropped too.
+    """
+    same = {"pass@1", "maj@1"} | ({"avg@1"} if temperature == 0 and "greedy" in table else set())
     parts = {name: name.partition(BY_DIFFICULTY) for name in table}
     single = len({difficulty for *_, difficulty in parts.values()} - {""}) < 2
-    repeats = {name for name, part in parts.items() if part[0] in ("pass@1", "maj@1") or (single and part[2])}
+    repeats = {name for name, part in parts.items() if part[0] in same or (single and part[2])}
     return {name: row for name, row in table.items() if name not in repeats}
 
 

@@ -27,7 +27,8 @@ STEPS = 2  # steps of the trial run; only the second is timed, because the first
 
 def heading(plan: Plan) -> list[str]:
     """Lines that describe the arms, the seeds and the held-out problems."""
-    evaluation = plan.baseline.variants[0].config.evaluation
+    config = plan.baseline.variants[0].config
+    evaluation = config.evaluation
     lines = [f"{len(plan.arms)} arms × {len(plan.seeds)} seeds ({span(plan.seeds)}) in {plan.folder}:"]
     lines += [f"  {arm.name}{_role(plan, arm)}" for arm in plan.arms]
     if plan.cut is not None:
@@ -41,7 +42,8 @@ def heading(plan: Plan) -> list[str]:
             f"{span(plan.settings.tuning_seeds)} and other held-out problems"
         )
     few = "" if evaluation.problems >= HELD_OUT else f"; a fair comparison needs at least {HELD_OUT:,} problems"
-    lines.append(f"{evaluation.problems:,} held-out problems × {evaluation.samples} samples, and greedily{few}")
+    sampled = f" × {evaluation.samples} samples, and greedily" if config.test_temperature else ", greedily"
+    lines.append(f"{evaluation.problems:,} held-out problems{sampled}{few}")
     return lines
 
 
@@ -118,5 +120,8 @@ def run_seconds(config: Config, trial: Config, step: dict[str, float], start: fl
     steps = min(config.steps, ceil(config.budget / tokens)) if config.budget and tokens else config.steps
     evaluation = config.evaluation
     evaluations = 2 + (steps - 1) // evaluation.every if evaluation.every else 2
-    share = evaluation.problems * (evaluation.samples + 1) / responses  # + 1: the greedy response
+    greedy = (
+        1 if config.test_temperature else 0
+    )  # at temperature 0 the sample is greedy, and there is no other response
+    share = evaluation.problems * (evaluation.samples + greedy) / responses
     return start + steps * step_seconds + evaluations * share * step["time/rollout"]

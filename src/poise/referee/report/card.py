@@ -12,7 +12,7 @@ from poise.referee.report.reader import read_metrics
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers import warnings
 from poise.runs.subscribers.summary import cell
-from poise.training.accuracy import BY_DIFFICULTY, LOST, is_summary, lost_shares
+from poise.training.accuracy import BY_DIFFICULTY, LOST, is_summary, lost_shares, without_repeats
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HEADER = """\
@@ -56,10 +56,10 @@ def card(folder: RunFolder, title: str, step: int) -> str:
 
 
 def _facts(folder: RunFolder, config: dict[str, Any], base: str | None, step: int) -> dict[str, Any]:
-    task, lora = config.get("task"), config.get("lora")
+    model, task, lora = config.get("model"), config.get("task"), config.get("lora")
     lines = [line for line in read_metrics(folder) if line["step"] <= step]
     facts = {
-        "started from": base or "a local model" if config.get("model") not in SHIPPED else "poise's embedded model",
+        "started from": base or "a local model" if model not in SHIPPED else f"poise's model {model}",
         "task": task.get("name") if isinstance(task, dict) else None,
         "regulator": config.get("regulator"),
         "algorithm": config.get("algorithm"),
@@ -76,15 +76,19 @@ def _accuracy(before: Any, after: Any) -> str:
     """A table of held-out accuracy with 95 % intervals."""
     if not is_summary(before) or not is_summary(after):
         return "Not measured: the run has no evaluation before training, or no evaluation of this model."
-    names = [name for name in before["table"] if name in after["table"] and BY_DIFFICULTY not in name]
+    temperature = after.get("temperature")
+    table = without_repeats(before["table"], temperature)
+    names = [name for name in table if name in after["table"] and BY_DIFFICULTY not in name]
     lost = lost_shares(before), lost_shares(after)
-    sampling = f"{after['samples']} samples at temperature {_plain(after.get('temperature'))}"
+    sampling = (
+        f" × {after['samples']} samples at temperature {_plain(temperature)}" if temperature != 0 else ", greedily"
+    )
     shares = [name for name in LOST if name in lost[0] and name in lost[1]]
     rows = [
         *(f"| {_plain(name)} | {cell(before['table'][name])} | {cell(after['table'][name])} |" for name in names),
         *(f"| {name.replace('_', ' ')} | {lost[0][name]:.3f} | {lost[1][name]:.3f} |" for name in shares),
     ]
-    title = f"{after['n']} problems × {sampling}, with 95 % intervals:\n"
+    title = f"{after['n']} problems{sampling}, with 95 % intervals:\n"
     return "\n".join([title, "| measure | before | after |", "|---|---|---|", *rows])
 
 

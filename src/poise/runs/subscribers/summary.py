@@ -147,9 +147,8 @@ def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
 
     The last rows are the shares of samples that were cut off or unreadable.
     """
-    before, after = (without_repeats(summary[when]["table"]) for when in ("before", "after"))
-    if summary["after"].get("temperature") == 0:
-        before.pop("avg@1", None)
+    temperature = summary["after"].get("temperature")
+    before, after = (without_repeats(summary[when]["table"], temperature) for when in ("before", "after"))
     within = change_intervals(summary)
     rows = [
         {

@@ -184,7 +184,7 @@ def _evaluation(summary: Any) -> dict[str, Any] | None:
     if not is_summary(summary):
         return None
     figures = {key: value for key, value in summary.items() if key != "by_problem"}
-    return figures | {"table": without_repeats(summary["table"])}
+    return figures | {"table": without_repeats(summary["table"], summary.get("temperature"))}
 
 
 def _warnings(recording: Recording, last: int) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ const result = Object.assign(new Group(), {
     const ends = (measure) => both(run).map((found) => (found ? fixed(found.table[measure]?.value) : "…")).join(" → ");
     const state = run.after ? "" : `, at step ${many(run.steps.at(-1) ?? 0)} of ${spoken(field(run, "steps"))}`;
     return el("p", { class: "headline" }, el("b", {}, ends(measures[0])), ` ${measures[0]} on ${many(n)} held-out problems${state}`,
-      measures.includes("greedy") && el("span", { class: "muted" }, ` · greedy ${ends("greedy")}`));
+      measures.slice(1).includes("greedy") && el("span", { class: "muted" }, ` · greedy ${ends("greedy")}`));
   },
 
   // Which measures rose, fell, or did neither, for a few runs.
@@ -95,7 +95,9 @@ const result = Object.assign(new Group(), {
       const found = run.after || run.before;
       if (!found) return null;
       const share = (key) => both(run).filter(Boolean).map((each) => percent(Number.isFinite(each[key]) ? each[key] / (each.n * each.samples) : null)).join(" → ");
-      return `${many(found.n)} problems × ${found.samples} samples at temperature ${number(found.temperature)}, and one greedy answer each; ${share("cut_off")} of the samples were cut off, ${share("unreadable")} unreadable.`;
+      const lost = (samples) => `${share("cut_off")} of the ${samples} were cut off, ${share("unreadable")} unreadable.`;
+      if (found.temperature === 0) return `${many(found.n)} problems, one greedy answer each; ${lost("answers")}`;
+      return `${many(found.n)} problems × ${found.samples} samples at temperature ${number(found.temperature)}, and one greedy answer each; ${lost("samples")}`;
     });
     const measured = data.runs.filter((run) => run.after);
     const differ = (of) => new Set(measured.map(of)).size > 1;
