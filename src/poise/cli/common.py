@@ -60,7 +60,12 @@ def _model(name: str) -> str:
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", callback=_model, help="A hub id, a model folder, a run folder, or 'embedded'.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        callback=_model,
+        help="A hub id, a model folder, a run folder, 'embedded' or 'embedded-plain'.",
+    ),
 ]
 
 

@@ -34,14 +34,15 @@ def evaluate(
     A run is measured on its own task with its own settings, as at the end of training. The embedded model, or a model
     with a `warmstart.yaml`, is measured on the task that it learned. For any other model, name the task.
 
-    All settings of `poise train` work here. These need no group name: `samples` (the k, default 8), `problems` (200),
-    `seed` (of the problems, 0), `temperature` (1; 0 is greedy), `max_tokens` (512), `max_prompt` (512), `top_p`,
-    `top_k`, `batch` (256 responses decoded together; 0: all), `engine`.
+    All settings of `poise train` work here. These need no group name; in brackets, the default for a model that is not
+    a run: `samples` (the k, 8), `problems` (200), `seed` (of the problems, 0), `temperature` (1; 0 is greedy, as in the
+    demo), `max_tokens` (512), `max_prompt` (512), `top_p`, `top_k`, `batch` (256 responses decoded together; 0: all),
+    `engine`.
 
     Examples:
 
     - `poise eval runs/demo`
-    - `poise eval runs/demo task.people=4-5 samples=8`
+    - `poise eval runs/demo task.people=4-5 samples=8 temperature=1`
     - `poise eval runs/lake --show 3`
     - `poise eval embedded samples=4 problems=50`
     - `poise eval Qwen/Qwen2.5-0.5B-Instruct task.name=kk task.people=3-7 max_tokens=2048 temperature=0.7`
@@ -99,7 +100,7 @@ def _evaluate(config: Config, show: int) -> dict[str, Any]:
     summary = result.summary()
     with Console(0) as console:
         console.samples_table([shown(sample, policy.read) for sample in result.attempts], show, whole=True)
-        rows = without_repeats(summary["table"]).items()
+        rows = without_repeats(summary["table"], config.test_temperature).items()
         console.table([{"measure": name, **{k: f"{v:.3f}" for k, v in row.items()}} for name, row in rows])
     samples = summary["n"] * summary["samples"]
     print(

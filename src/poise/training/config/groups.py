@@ -216,8 +216,8 @@ class EvaluationConfig(Group):
     def _samples_can_differ(self) -> Self:
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(
-                f"samples = {self.samples} at temperature 0: greedy samples are all the same; set samples to 1, or use "
-                "another temperature"
+                f"samples = {self.samples} at temperature 0: greedy samples are all the same; set "
+                "evaluation.samples=1, or evaluation.temperature=1 to sample"
             )
         return self
 
