@@ -308,6 +308,12 @@ def test_tasks():
         (["train", "--resume", "run=x", "seed=2"], "cannot be changed"),
         (["eval", "/nonexistent/model"], "there is no such folder"),
         (["eval", "embeded"], "embeded: there is no such folder; did you mean 'embedded'?"),
+        (["eval", "embedded-plane"], "there is no such folder; did you mean 'embedded-plain'?"),
+        (["train", "model=embeded"], "model = 'embeded': there is no such folder; did you mean 'embedded'?"),
+        (["train", "embedded"], "embedded is a model, not a recipe: write model=embedded"),
+        (["eval", "demo"], "demo is a recipe, not a model: name a run of it, such as runs/demo"),
+        (["diagnose", "tiny"], "tiny is a recipe, not a model: name a run of it, such as runs/tiny"),
+        (["train", "evaluation.samples=4"], "set evaluation.samples=1, or evaluation.temperature=1 to sample"),
         (["eval", "nobody/nothing", "task.name=kk"], "neither a folder here nor a model that could be fetched"),
         (["train", "tracking=wandbb"], "did you mean 'wandb'"),
         (["train", "device=cuda", "run=/proc/nowhere/x"], "nowhere"),
@@ -382,6 +388,13 @@ def test_folders_and_files_that_are_something_else(trained, tmp_path, monkeypatc
         (["export", "trained", tmp_path / "file" / "x"], "file is a file and cannot contain a folder"),
     ):
         assert message in " ".join(fails(*args).split()), args
+
+
+def test_a_run_named_without_its_folder_is_guessed(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "runs/demo")
+    for args in (["report", "demo"], ["train", "--resume", "demo"]):
+        assert "there is no run in demo: it does not exist; did you mean runs/demo?" in fails(*args)
 
 
 def test_a_mistyped_run_is_not_asked_of_the_hub(tmp_path, monkeypatch):

@@ -50,6 +50,13 @@ def unknown(what: str, name: str, allowed: Iterable[str]) -> str:
     return f"unknown {what} {short(name)}{guess} (allowed: {listed})"
 
 
+def misspelt(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that ``name`` almost is; None if it is one of them or like none."""
+    options = list(names)
+    near = [] if name in options else get_close_matches(name[:LONGEST].lower(), options, n=1, cutoff=0.8)
+    return near[0] if near else None
+
+
 def counted(count: int, one: str, several: str | None = None) -> str:
     """A number and its noun: "1 row", "1,200 rows". ``several`` is the plural, by default ``one`` with an s."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"

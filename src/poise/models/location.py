@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from poise._lib import live
-from poise._lib.errors import UserError, how_to_install
+from poise._lib.errors import UserError, how_to_install, misspelt
 from poise._lib.files import MANIFEST, expand
 from poise.runs.folder import RunFolder
 from poise.runs.listing import is_run
@@ -74,8 +73,8 @@ def _check_place(name: str, folder: Path) -> None:
     there = f"; runs there: {', '.join(runs)}" if runs else ""
     if folder.is_dir():
         raise ModelError(f"{name}: this folder has no config.json, so it is not a transformers model{there}")
-    if get_close_matches(name.lower(), ["embedded"], cutoff=0.8):
-        raise ModelError(f"{name}: there is no such folder; did you mean 'embedded'?")
+    if meant := misspelt(name, SHIPPED):
+        raise ModelError(f"{name}: there is no such folder; did you mean {meant!r}?")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or runs:
         raise ModelError(f"{name}: there is no such folder{there}")
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from poise._lib.errors import UserError, check_range, complain
 from poise._lib.files import check_own, dumps, expand, loads, read_json, remove, remove_leftovers, replacing
 from poise._lib.user_code import Code
-from poise.runs.listing import is_comparison
+from poise.runs.listing import is_comparison, is_run
 from poise.runs.lock import check_free, resume_command
 
 __all__ = ["CheckpointError", "DamagedError", "RunFolder", "step_of"]
@@ -96,6 +96,8 @@ class RunFolder:
             if is_comparison(run.path):
                 why = "is the folder of a comparison; to continue the comparison, run its command again"
             way = "; begin one without --resume" if resume else ""
+            if is_run(there := Path("runs") / run.path):  # ``poise report demo``
+                way = f"; did you mean {there}?"
             raise FileNotFoundError(f"there is no run in {run.path}: it {why}{way}")
         if resume and (run.path / "diagnose.json").exists():
             raise FileExistsError(f"{run.path} was written by poise diagnose: there is nothing to resume")

@@ -16,7 +16,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import AliasEvent
 from ruamel.yaml.nodes import Node, ScalarNode
 
-from poise._lib.errors import LONGEST, UserError, short, unknown
+from poise._lib.errors import LONGEST, UserError, misspelt, short, unknown
 from poise._lib.files import loads
 from poise._lib.user_code import METHODS
 from poise.runs.listing import is_comparison
@@ -63,6 +63,8 @@ def recipes() -> list[str]:
 
 def default_recipe(model: Any) -> str | None:
     """Return the recipe that runs if none is named: the demo without a model, or the recipe of a model that ships."""
+    if isinstance(model, str) and (meant := misspelt(model, RECIPES)) and not Path(model).exists():
+        raise ConfigError(f"model = {short(model)}: there is no such folder; did you mean {meant!r}?")
     return DEMO if model is None else RECIPES.get(model) if isinstance(model, str) else None
 
 
@@ -321,4 +323,6 @@ def _find(recipe: str | Path, beside: Path | None = None) -> Path:
         raise ConfigError(f"recipe {short(name)} is a folder, and a recipe is a YAML file: {way}")
     if "/" in name or "\\" in name or path.suffix:
         raise ConfigError(f"recipe {short(name)}: there is no such file (shipped: {', '.join(shipped)})")
+    if name in RECIPES:
+        raise ConfigError(f"{name} is a model, not a recipe: write model={name}")
     raise ConfigError(unknown("recipe", name, shipped) + "; for your own recipe, write its path")

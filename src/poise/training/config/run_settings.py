@@ -14,7 +14,16 @@ from poise.models.location import SHIPPED, locate, with_revision
 from poise.runs.checkpoint_files import dotted
 from poise.runs.folder import RunFolder
 from poise.runs.listing import is_run
-from poise.training.config.documents import SHORT_FORMS, ConfigError, Document, merge, parse, read, split_overrides
+from poise.training.config.documents import (
+    SHORT_FORMS,
+    ConfigError,
+    Document,
+    merge,
+    parse,
+    read,
+    recipes,
+    split_overrides,
+)
 from poise.training.config.groups import EvaluationConfig, RolloutConfig
 from poise.training.config.messages import unknown_key
 from poise.training.config.schema import GRPO, Config, keys, restore
@@ -63,7 +72,7 @@ def to_evaluate(model: str, overrides: Sequence[str], *, trust: bool = False) ->
     if isinstance(evaluation, dict) and evaluation.get("temperature") == 0:
         evaluation.setdefault("samples", 1)  # greedy samples are all the same
     if (run := run_of(model)) is None:
-        locate(model)  # a missing folder is reported before a missing task
+        _check_model(model)
         document = merge(_MEASUREMENT, _folder_task(model))
     else:
         document = RunFolder.open(run, resume=False).config
@@ -93,7 +102,7 @@ def to_diagnose(model: str, overrides: Sequence[str], *, trust: bool = False) ->
     if (run := run_of(model)) is not None:
         RunFolder.open(run, resume=False).newest()  # raises an error if the run has no checkpoint
         return of_run(run, changes, trust=trust, regulator=False)
-    locate(model)
+    _check_model(model)
     if model in SHIPPED:  # small, to finish within a minute on a laptop
         document = merge(read("tiny"), {"prompts": 6}) | _folder_task(model)
     else:
@@ -133,6 +142,13 @@ def _restored(document: Document, changes: Document, source: str, *, trust: bool
         way = way if regulator else "name others, data=FILE reward=NAME or task.name=NAME"
         raise ConfigError(f"{source} uses Python objects that its folder cannot hold: {needed}; {way}")
     return restore(document, source=source, trust=trust, typed=changes).model_copy(update=own)
+
+
+def _check_model(model: str) -> None:
+    """Raise an error for a missing folder or the name of a recipe, before a missing task is reported."""
+    if model in recipes() and not Path(model).exists():
+        raise ConfigError(f"{model} is a recipe, not a model: name a run of it, such as {read(model)['run']}")
+    locate(model)
 
 
 def _folder_task(model: str) -> Document:
