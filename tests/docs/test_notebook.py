@@ -57,6 +57,7 @@ def test_the_notebook_as_it_is_kept():
     """Its outputs are those of a run without an error, and small."""
     notebook = nbformat.read(NOTEBOOK, 4)
     nbformat.validate(notebook)
+    assert "'.[train]' pandas ipykernel -c constraints.txt" in notebook.cells[0].source  # the extra has neither
     assert not [o for cell in notebook.cells for o in cell.get("outputs", []) if o.output_type == "error"]
     assert NOTEBOOK.stat().st_size < 200_000
     assert not re.search(r"/(home|root|tmp|work)/", NOTEBOOK.read_text())
