@@ -246,3 +246,11 @@ def test_adapters_are_saved_as_the_policy_uses_them(tmp_path):
     values = {name.replace(".default", ""): value for name, value in policy.model.named_parameters() if "lora" in name}
     assert values.keys() == saved.keys()
     assert all(torch.equal(value, saved[name]) for name, value in values.items())
+
+
+def test_adapters_are_loaded_where_their_model_is(tmp_path, monkeypatch):
+    model, tokenizer = loading.load_model("embedded", device="cpu", lora=LoraConfig(rank=4))
+    Policy(model, tokenizer).save(tmp_path)
+    monkeypatch.setattr("peft.peft_model.infer_device", lambda: "cuda")  # as on a machine with a GPU
+    merged, _ = loading.load_model(str(tmp_path), device="cpu")
+    assert merged.device.type == "cpu"

@@ -355,7 +355,8 @@ def _load_adapted(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # check_weights refuses them below
-            adapted = peft.PeftModel.from_pretrained(model, folder)
+            # By default peft loads it on a GPU first, also for an export, and whatever else fills the GPU.
+            adapted = peft.PeftModel.from_pretrained(model, folder, torch_device=str(model.device))
         with safe_open(folder / "adapter_model.safetensors", "pt") as file:
             missing = peft.get_peft_model_state_dict(adapted).keys() - file.keys()
     except torch.OutOfMemoryError:
