@@ -21,7 +21,10 @@ from poise.models.location import ModelError
 from poise.models.master_weights import MasterWeights
 from poise.models.packing import layout, own_tokens
 from poise.models.policy import Policy
+from poise.runs.folder import RunFolder
+from poise.training.building import build
 from poise.training.config.groups import LoraConfig
+from poise.training.config.schema import load
 from poise.training.frozen_models import Frozen
 from poise.training.update import UpdatePlan, backward
 from support.tiny_models import COMMON, Words, adapted, exact, prompts, responses, tiny
@@ -220,16 +223,29 @@ class TestTheUpdate:
         assert math.exp(sum(map(math.log, ratios)) / len(ratios)) < 1.3
 
 
-def test_quantised_weights_are_refused_on_a_cpu(monkeypatch):
-    """There a layer of bitsandbytes 0.50 that is not in training mode is a constant for autograd."""
+@pytest.fixture
+def quantised(monkeypatch):
+    """Every model says that its weights are quantised."""
     load = loading._load_weights
 
-    def quantised(*args):
+    def marked(*args):
         model = load(*args)
         model.is_quantized = True
         return model
 
-    monkeypatch.setattr(loading, "_load_weights", quantised)
+    monkeypatch.setattr(loading, "_load_weights", marked)
+
+
+@pytest.mark.usefixtures("quantised")
+def test_quantised_weights_are_trained_only_through_an_adapter(tmp_path):
+    config = load("tiny", ["device=cpu", f"run={tmp_path}"])
+    with pytest.raises(ModelError, match=r"model=embedded: its weights are quantised.* lora\.rank=16"):
+        build(config, RunFolder.create(config.run, {}))
+
+
+@pytest.mark.usefixtures("quantised")
+def test_quantised_weights_are_refused_on_a_cpu():
+    """There a layer of bitsandbytes 0.50 that is not in training mode is a constant for autograd."""
     with pytest.raises(ModelError, match=r"embedded: its weights are quantised.* train it on CUDA"):
         loading.load_policy("embedded", device="cpu", lora=LoraConfig(rank=2))
 

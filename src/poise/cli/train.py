@@ -85,8 +85,9 @@ def train(
 def _memory(config: Config) -> str:
     """The memory that training needs, for a dry run. A model that is not on this machine is not downloaded."""
     with quick_imports():
+        from poise.models.loading import resolve_device
         from poise.models.location import ModelError, locate
-        from poise.models.policy import BUSY_TOKENS
+        from poise.models.policy import busy_tokens
         from poise.training.memory import footprint
 
     try:
@@ -96,7 +97,8 @@ def _memory(config: Config) -> str:
         return str(error)
     if memory is None:
         return "known after the model is downloaded"
-    return f"at least {memory}; {memory.passes(config.optim.micro_tokens or BUSY_TOKENS)}"
+    tokens = config.optim.micro_tokens or busy_tokens(resolve_device(config.device), memory.parameters)
+    return f"at least {memory}; {memory.passes(tokens)}"
 
 
 def _resumed(recipe: str | None, overrides: list[str], trust: bool) -> Config:

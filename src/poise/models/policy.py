@@ -27,7 +27,7 @@ from poise.models.packing import Packed, extents_of, layout, own_tokens, pack, r
 from poise.models.prompts import Tools, encode, encode_next, encode_prefill
 from poise.tasks import Message
 
-__all__ = ["EMBEDDED", "ModelError", "Policy", "pad_left"]
+__all__ = ["EMBEDDED", "ModelError", "Policy", "busy_tokens", "pad_left"]
 
 BUSY_TOKENS = 16384  # tokens per pass that keep a device busy
 BUSY_WORK = BUSY_TOKENS * 1e9  # tokens × parameters of a pass on CUDA that takes longer than launching its kernels
@@ -301,13 +301,10 @@ class Policy:
     def budget(self, micro_tokens: int | None = None) -> int:
         """The number of tokens per pass: ``micro_tokens``, or by default enough to keep the device busy.
 
-        On CUDA the default is up to 4 times larger for a small model. Once memory has run out, passes are smaller.
+        Once memory has run out, passes are smaller.
         """
         if micro_tokens is None:
-            micro_tokens = BUSY_TOKENS
-            if self.device.type == "cuda":
-                parameters = sum(parameter.numel() for parameter in self.trunk.parameters())
-                micro_tokens = int(max(BUSY_TOKENS, min(4 * BUSY_TOKENS, BUSY_WORK / parameters)))
+            micro_tokens = busy_tokens(self.device, sum(parameter.numel() for parameter in self.trunk.parameters()))
         return min(micro_tokens, self.most_tokens or micro_tokens)
 
     def passes(self, batch: TokenBatch, rows: Sequence[int], micro_tokens: int | None = None) -> list[list[int]]:
@@ -362,6 +359,13 @@ class Policy:
                 f"{name}: a response's log-probabilities depend on the other responses in its pass, "
                 "as with recurrent layers; poise cannot train it yet"
             )
+
+
+def busy_tokens(device: torch.device, parameters: int) -> int:
+    """The tokens of a pass that keep the device busy: on CUDA up to 4 times more for a small model."""
+    if device.type != "cuda":
+        return BUSY_TOKENS
+    return int(max(BUSY_TOKENS, min(4 * BUSY_TOKENS, BUSY_WORK / parameters)))
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from poise._lib.errors import how_to_install
 from poise.advantages import Estimate
 from poise.batch import TokenBatch
 from poise.models.loading import has_adapter, load_policy, resolve_device
-from poise.models.location import locate
+from poise.models.location import ModelError, locate
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy
 from poise.models.prompts import fix_date, opened, starts_no_turn
@@ -83,6 +83,11 @@ def build(
         if (memory := footprint(config, start, passes=on_gpu)) is not None:
             memory.check(config.model, config.device, lambda: smaller_footprints(config, start))
         policy = load_trained(config, folder)
+        if config.lora is None and getattr(policy.model, "is_quantized", False):
+            raise ModelError(
+                f"model={config.model}: its weights are quantised, so they cannot be trained: train an adapter, "
+                "lora.rank=16"
+            )
         if memory is not None and policy.device.type == "cuda":
             bound_passes(policy, memory, config.optim.micro_tokens, notes.append)
     policy.check_settings(config.rollout.max_prompt, config.rollout.max_tokens)
