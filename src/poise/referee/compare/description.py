@@ -120,8 +120,6 @@ def run_seconds(config: Config, trial: Config, step: dict[str, float], start: fl
     steps = min(config.steps, ceil(config.budget / tokens)) if config.budget and tokens else config.steps
     evaluation = config.evaluation
     evaluations = 2 + (steps - 1) // evaluation.every if evaluation.every else 2
-    greedy = (
-        1 if config.test_temperature else 0
-    )  # at temperature 0 the sample is greedy, and there is no other response
-    share = evaluation.problems * (evaluation.samples + greedy) / responses
+    answers = evaluation.samples + (config.test_temperature > 0)  # and a greedy one, if the samples are not greedy
+    share = evaluation.problems * answers / responses
     return start + steps * step_seconds + evaluations * share * step["time/rollout"]
