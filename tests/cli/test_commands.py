@@ -310,6 +310,7 @@ def test_tasks():
         (["eval", "embeded"], "embeded: there is no such folder; did you mean 'embedded'?"),
         (["eval", "embedded-plane"], "there is no such folder; did you mean 'embedded-plain'?"),
         (["train", "model=embeded"], "model = 'embeded': there is no such folder; did you mean 'embedded'?"),
+        (["train", "model=demo"], "this is a recipe, not a model: poise train demo, or in Python recipe='demo'"),
         (["train", "embedded"], "embedded is a model, not a recipe: write model=embedded"),
         (["eval", "demo"], "demo is a recipe, not a model: name a run of it, such as runs/demo"),
         (["diagnose", "tiny"], "tiny is a recipe, not a model: name a run of it, such as runs/tiny"),

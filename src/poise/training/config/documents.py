@@ -63,9 +63,16 @@ def recipes() -> list[str]:
 
 def default_recipe(model: Any) -> str | None:
     """Return the recipe that runs if none is named: the demo without a model, or the recipe of a model that ships."""
-    if isinstance(model, str) and (meant := misspelt(model, RECIPES)) and not Path(model).exists():
-        raise ConfigError(f"model = {short(model)}: there is no such folder; did you mean {meant!r}?")
-    return DEMO if model is None else RECIPES.get(model) if isinstance(model, str) else None
+    if not isinstance(model, str):
+        return DEMO if model is None else None
+    if not Path(model).exists():
+        if meant := misspelt(model, RECIPES):
+            raise ConfigError(f"model = {short(model)}: there is no such folder; did you mean {meant!r}?")
+        if model in recipes():
+            raise ConfigError(
+                f"model = {model}: this is a recipe, not a model: poise train {model}, or in Python recipe={model!r}"
+            )
+    return RECIPES.get(model)
 
 
 def read(recipe: str | Path, *, shipped: bool = True) -> Document:
