@@ -65,13 +65,12 @@ def default_recipe(model: Any) -> str | None:
     """Return the recipe that runs if none is named: the demo without a model, or the recipe of a model that ships."""
     if not isinstance(model, str):
         return DEMO if model is None else None
-    if not Path(model).exists():
-        if meant := misspelt(model, RECIPES):
-            raise ConfigError(f"model = {short(model)}: there is no such folder; did you mean {meant!r}?")
-        if model in recipes():
-            raise ConfigError(
-                f"model = {model}: this is a recipe, not a model: poise train {model}, or in Python recipe={model!r}"
-            )
+    meant, is_recipe = misspelt(model, RECIPES), model in recipes()
+    if (meant or is_recipe) and not Path(model).exists():
+        why = f"there is no such folder; did you mean {meant!r}?"
+        if is_recipe:
+            why = f"this is a recipe, not a model: poise train {model}, or in Python recipe={model!r}"
+        raise ConfigError(f"model = {short(model)}: {why}")
     return RECIPES.get(model)
 
 
