@@ -57,36 +57,36 @@ def configs(tmp_path):
 
 def test_as_many_runs_as_fit(on, configs):
     on(H200)
-    found = {shape: parallel_jobs(configs(shape), None) for shape in QWEN}
+    found = {shape: parallel_jobs(configs(shape), None, 20) for shape in QWEN}
     assert found["3B"] == (1, None)
     assert found["1.5B"][0] in (2, 3)
     assert 6 <= found["0.5B"][0] <= 10
     for number, share in (found["1.5B"], found["0.5B"]):
         assert share == pytest.approx(0.92 / number)
-    assert parallel_jobs([load("tiny")] * 40, None)[0] == GPU_JOBS
-    assert parallel_jobs([load("tiny")] * 5, None)[0] == 5  # not more than there are runs
+    assert parallel_jobs([load("tiny")], None, 40)[0] == GPU_JOBS
+    assert parallel_jobs([load("tiny")], None, 5)[0] == 5  # not more than there are runs
 
 
 def test_a_number_that_cannot_fit_is_refused(on, configs):
     on(H200)
-    assert parallel_jobs(configs("1.5B"), 3) == (3, pytest.approx(0.92 / 3))
+    assert parallel_jobs(configs("1.5B"), 3, 20) == (3, pytest.approx(0.92 / 3))
     with pytest.raises(ConfigError, match=r"jobs = 16: a run takes at least 3\d\.\d GB .* set jobs=[34]$"):
-        parallel_jobs(configs("1.5B"), 16)
-    assert parallel_jobs(configs("3B", "rollout.max_tokens=4096"), 1) == (1, None)  # its own check says what to do
+        parallel_jobs(configs("1.5B"), 16, 20)
+    assert parallel_jobs(configs("3B", "rollout.max_tokens=4096"), 1, 20) == (1, None)  # its own check says what to do
 
 
 def test_the_same_memory_is_forecast_once(on, configs, monkeypatch):
     on(H200)
     asked = []
     monkeypatch.setattr(jobs, "needed_bytes", lambda config: asked.append(config))
-    number, _ = parallel_jobs([*configs("0.5B"), *configs("0.5B", "group=4")], None)
+    number, _ = parallel_jobs([*configs("0.5B"), *configs("0.5B", "group=4")], None, 40)
     assert len(asked) == 2
     assert number == GPU_JOBS  # no forecast: as many as may be
 
 
 def test_without_a_gpu_or_runs_nothing_is_shared(configs):
-    assert parallel_jobs(configs("0.5B", "device=cpu"), 3) == (3, None)
-    assert parallel_jobs([], None) == (1, None)
+    assert parallel_jobs(configs("0.5B", "device=cpu"), 3, 20) == (3, None)
+    assert parallel_jobs([], 4, 20) == (4, None)  # all runs are finished
 
 
 def test_a_run_keeps_to_its_share(monkeypatch):

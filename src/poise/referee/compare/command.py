@@ -75,7 +75,7 @@ def _check_models(plan: Plan) -> tuple[int, float | None]:
         check_installed()
     from poise.referee.compare.jobs import parallel_jobs  # only now, because transformers takes seconds to import
 
-    return parallel_jobs(configs, plan.settings.jobs)
+    return parallel_jobs(configs, plan.settings.jobs, plan.size)
 
 
 def _forecast(plan: Plan, jobs: int) -> None:

@@ -16,14 +16,14 @@ from poise.training.memory import needed_bytes
 GPU_JOBS = 16  # runs in parallel on a GPU, at most
 
 
-def parallel_jobs(configs: Sequence[Config], jobs: int | None) -> tuple[int, float | None]:
+def parallel_jobs(configs: Sequence[Config], jobs: int | None, runs: int) -> tuple[int, float | None]:
     """The number of runs in parallel, and the share of the GPU's memory for each; None if they do not share a GPU.
 
-    ``jobs`` is the user's number. The share is the same for all runs, so that all divide their work alike, whatever
-    else runs at the time.
+    ``configs`` are those of the next runs, ``jobs`` is the user's number, ``runs`` the number of all runs. The share
+    is the same for all runs, so that all divide their work alike, whatever else runs at the time.
     """
     if not configs or (device := resolve_device(configs[0].device)).type != "cuda":
-        return max(1, min(jobs or _cores(), len(configs))), None
+        return min(jobs or _cores(), runs), None
     forecasts = [found for config in _different(configs) if (found := needed_bytes(config))]
     room = USABLE_SHARE * (total_bytes(device) or 0)
     if jobs is None:
@@ -33,7 +33,7 @@ def parallel_jobs(configs: Sequence[Config], jobs: int | None) -> tuple[int, flo
             f"jobs = {jobs}: a run takes at least {bytes_text(least)} of the GPU's memory, of which "
             f"{bytes_text(int(room))} can be used; set jobs={max(1, int(room // least))}"
         )
-    jobs = min(jobs, len(configs))
+    jobs = min(jobs, runs)
     return jobs, USABLE_SHARE / jobs if jobs > 1 else None
 
 
