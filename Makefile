@@ -9,8 +9,8 @@ export OMP_WAIT_POLICY ?= passive
 
 demo: .venv/train
 	@if [ -e runs/demo ]; then old=runs/demo-$$(date +%Y%m%d-%H%M%S); mv runs/demo $$old; echo "the earlier demo is now $$old"; fi
-	$(BIN)/poise train demo
-	@echo 'to have the command poise: . .venv/bin/activate'
+	@trap : INT; $(BIN)/poise train demo; code=$$?; \
+	echo 'to have the command poise: . .venv/bin/activate'; exit $$code # also after Ctrl-C
 
 test: lint types unit
 
