@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import json
@@ -134,3 +135,18 @@ def test_p_values_are_recomputed() -> None:
     assert float(row("ar / constant like ar")[2]) == pytest.approx(
         p_value(speeds("ar") / speeds("constant")), abs=0.005
     )
+
+
+def test_a_run_with_other_settings_than_the_plan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ten runs were not: the recipe that the plan builds on had changed."""
+    monkeypatch.syspath_prepend(HERE)
+    collect = importlib.import_module("collect")
+    config = collect.read_plan(str(HERE / "plan.yaml"), []).baseline.variants[0].config.model_dump(mode="json")
+    config["optim"]["lr"] = 3e-6
+    assert collect.other_settings(config) == []
+    config["optim"] |= {"same_order": True, "average_over": 8}
+    assert collect.other_settings(config) == ["optim.same_order", "optim.average_over"]
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="optim.same_order is not the plan's"):
+        collect.run(tmp_path)
