@@ -148,5 +148,5 @@ def test_a_run_with_other_settings_than_the_plan_is_refused(tmp_path: Path, monk
     assert collect.other_settings(config) == ["optim.same_order", "optim.average_over"]
     (tmp_path / "summary.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit, match="optim.same_order is not the plan's"):
+    with pytest.raises(SystemExit, match=r"optim\.same_order is not the plan"):
         collect.run(tmp_path)
