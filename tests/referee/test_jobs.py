@@ -72,6 +72,7 @@ def test_a_number_that_cannot_fit_is_refused(on, configs):
     assert parallel_jobs(configs("1.5B"), 3, 20) == (3, pytest.approx(0.92 / 3))
     with pytest.raises(ConfigError, match=r"jobs = 16: a run takes at least 3\d\.\d GB .* set jobs=[34]$"):
         parallel_jobs(configs("1.5B"), 16, 20)
+    assert parallel_jobs(configs("1.5B"), 16, 2)[0] == 2  # the plan has only two runs
     assert parallel_jobs(configs("3B", "rollout.max_tokens=4096"), 1, 20) == (1, None)  # its own check says what to do
 
 
@@ -81,7 +82,7 @@ def test_the_same_memory_is_forecast_once(on, configs, monkeypatch):
     monkeypatch.setattr(jobs, "needed_bytes", lambda config: asked.append(config))
     number, _ = parallel_jobs([*configs("0.5B"), *configs("0.5B", "group=4")], None, 40)
     assert len(asked) == 2
-    assert number == GPU_JOBS  # no forecast: as many as may be
+    assert number == GPU_JOBS  # without a forecast, the maximum
 
 
 def test_without_a_gpu_or_runs_nothing_is_shared(configs):

@@ -22,18 +22,18 @@ def parallel_jobs(configs: Sequence[Config], jobs: int | None, runs: int) -> tup
     ``configs`` are those of the next runs, ``jobs`` is the user's number, ``runs`` the number of all runs. The share
     is the same for all runs, so that all divide their work alike, whatever else runs at the time.
     """
+    jobs = None if jobs is None else min(jobs, runs)
     if not configs or (device := resolve_device(configs[0].device)).type != "cuda":
-        return min(jobs or _cores(), runs), None
+        return jobs or min(_cores(), runs), None
     forecasts = [found for config in _different(configs) if (found := needed_bytes(config))]
     room = USABLE_SHARE * (total_bytes(device) or 0)
     if jobs is None:
-        jobs = max(1, min([GPU_JOBS, *(int(room // wanted) for _, wanted in forecasts)]))
+        jobs = max(1, min([GPU_JOBS, runs, *(int(room // wanted) for _, wanted in forecasts)]))
     elif forecasts and jobs > 1 and jobs * (least := max(least for least, _ in forecasts)) > room:
         raise ConfigError(
             f"jobs = {jobs}: a run takes at least {bytes_text(least)} of the GPU's memory, of which "
             f"{bytes_text(int(room))} can be used; set jobs={max(1, int(room // least))}"
         )
-    jobs = min(jobs, runs)
     return jobs, USABLE_SHARE / jobs if jobs > 1 else None
 
 

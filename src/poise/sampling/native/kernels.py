@@ -21,8 +21,8 @@ from poise.sampling.native.slot_cache import Rotation
 # If few rows have many keys, one program per row and key head would leave most processors idle. The keys of a slot are
 # then split between several programs, and a second kernel combines their results.
 SHORT = 1024  # keys in a slot that a single program reads fast enough, even if most processors are idle
-LEAST = 256  # keys that a program reads at least, if its slot has so many; a multiple of the kernel's BLOCK
-PROGRAMS = 3  # for each processor, at most: as many as run at once, for heads of width 128
+LEAST = 256  # the fewest keys of a slot that are worth another program; a multiple of the kernel's BLOCK
+PROGRAMS = 3  # the most programs for each processor: with heads of width 128, three run at the same time
 
 
 @triton.jit
