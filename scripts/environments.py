@@ -35,7 +35,7 @@ def random_search(episode: Any, rng: Random) -> str:
     if not episode.replies:
         call = {"name": "search", "arguments": {"query": rng.choice(episode.problem.data["start"].split())}}
         return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-    found = re.findall(r"\d+|[A-Z]\w+(?: [A-Z]\w+)?", episode.answers[-1]) or ["0"]
+    found = re.findall(r"\d+|[A-Z]\w+(?: [A-Z]\w+)?", episode.results[-1]) or ["0"]
     return f"<answer>{rng.choice(found)}</answer>"
 
 

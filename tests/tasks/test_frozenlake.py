@@ -113,7 +113,7 @@ def test_feedback_with_rules_withheld_speaks_of_symbols_alone():
 
 def test_feedback_stays_short_however_long_the_game():
     task = FrozenLake(side=2, turns=64, actions=32, ice=(1.0, 1.0))
-    episode = play(task, maps(task)[0], lambda e: "up down left right " * 8 if e.place != (9, 9) else "")
+    episode = play(task, maps(task)[0], lambda e: "up down left right " * 8 if e.board.state != (9, 9) else "")
     assert len(episode.feedback().split()) < 60
     stuck = play(task, task._problem(["P_", "_G"]), lambda _: "up left " * 16)
     assert "Moves that changed nothing: 2048. Moves made: 2048 (... up left" in stuck.feedback()
@@ -129,7 +129,7 @@ def test_a_slippery_lake_slips_a_third_to_each_side_and_can_be_played_again():
         rng = Random(problem.id)
         replies = [rng.choice(list(DIRECTIONS)) for _ in range(20)]
         ends = [play(task, problem, lambda e, replies=replies: replies[len(e.replies)]) for _ in range(2)]
-        assert ends[0].place == ends[1].place
+        assert ends[0].board.state == ends[1].board.state
     assert went["down"] == 0
     assert all(30 < went[move] < 70 for move in ("up", "left", "right"))
 

@@ -95,8 +95,13 @@ class Environment:
                 yield from self._epoch(split, seed, number)
             return
         rng = Random(f"environment {seed}")
+
+        def draw() -> tuple[str, int]:
+            number = rng.getrandbits(31)
+            return f"environment {number}", number
+
         while True:
-            number = draw_of_split("environment", split, rng, _draw_number)
+            number = draw_of_split("environment", split, draw)
             yield Problem(f"environment/{number}", "", "all", {"row": {"prompt": EMPTY}, "number": number})
 
     def _epoch(self, split: Split, seed: int, number: int) -> list[Problem]:
@@ -170,11 +175,6 @@ def _load(path: str) -> Callable[[], Any]:
     if not fits:
         raise TypeError(f"{path!r} is not an environment: name a class with a reset method, or your own function")
     return factory
-
-
-def _draw_number(rng: Random) -> tuple[str, int]:
-    number = rng.getrandbits(31)
-    return f"environment {number}", number
 
 
 class _Pool:

@@ -15,15 +15,45 @@ from typing import ClassVar
 
 from poise._lib.errors import check_range
 from poise.tasks.base import Problem
-from poise.tasks.grid import DIRECTIONS, GridEpisode, GridTask, Place, draw_map, find, neighbour, shortest, where
-
-SYMBOLS = {"told": "P_OG", "withheld": "ABCD"}  # you, ice, a hole, the goal
+from poise.tasks.grid import DIRECTIONS, Board, GridEpisode, GridTask, Place, find, neighbour, where
 
 TOLD = (
     "You walk on a frozen lake. P is you, _ is ice, O is a hole, G is the goal. Get to G without falling into a hole. "
     "At the edge you stay where you are."
 )
 SLIPPERY = " The ice is slippery: a move may take you to the side of where you wanted to go."
+
+
+class Lake(Board):
+    """A lake; the state is the player's place."""
+
+    symbols = ("P_OG", "ABCD")  # you, ice, a hole, the goal
+
+    def __init__(self, rows: Sequence[str]) -> None:
+        super().__init__(rows)
+        self.state = find(rows, "P")
+        self.cells = [row.replace("P", "_") for row in rows]
+
+    def under(self, place: Place) -> str:
+        """Return the symbol of a cell without the player."""
+        return self.cells[place[0]][place[1]]
+
+    def after(self, state: Place, move: str) -> Place | None:
+        """Return the player's place after a move; None at the edge."""
+        there = neighbour(state, move)
+        return there if 0 <= there[0] < self.side and 0 <= there[1] < self.side else None
+
+    def won(self, state: Place) -> bool:
+        """Whether the player is on the goal."""
+        return self.under(state) == "G"
+
+    def lost(self, state: Place) -> bool:
+        """Whether the player is in a hole."""
+        return self.under(state) == "O"
+
+    def symbol(self, place: Place) -> str:
+        """Return the symbol of a cell."""
+        return "P" if place == self.state else self.under(place)
 
 
 @dataclass
@@ -41,6 +71,7 @@ class FrozenLake(GridTask):
     ice: Sequence[float] = (0.6, 0.85)
 
     name: ClassVar[str] = "frozenlake"
+    board: ClassVar[type[Board]] = Lake
     smallest: ClassVar[int] = 2
     largest: ClassVar[int] = 9
 
@@ -62,17 +93,9 @@ class FrozenLake(GridTask):
         kind = dict.fromkeys(free[:holes], "O") | {start: "P", goal: "G"}
         return ["".join(kind.get((row, column), "_") for column in range(side)) for row in range(side)]
 
-    def solution(self, rows: list[str]) -> list[str] | None:
-        """Return the shortest path over the ice; None if the path has too many moves."""
-        return _path(rows, find(rows, "P"), self.turns * self.actions)
-
     def rules_text(self) -> str:
         """Return the rules in words."""
         return TOLD + (SLIPPERY if self.slippery else "")
-
-    def picture(self, rows: Sequence[str]) -> str:
-        """Return the text of a map, in the symbols that the model sees."""
-        return draw_map(row.translate(str.maketrans(SYMBOLS["told"], SYMBOLS[self.rules])) for row in rows)
 
     def episode(self, problem: Problem) -> FrozenLakeEpisode:
         """Start a game on the problem's map."""
@@ -82,37 +105,17 @@ class FrozenLake(GridTask):
 class FrozenLakeEpisode(GridEpisode):
     """One game on one map."""
 
-    def __init__(self, problem: Problem, task: FrozenLake) -> None:
-        super().__init__(problem, task)
-        self.task = task
-        rows: list[str] = problem.data["map"]
-        self.place = find(rows, "P")
-        self.rows = [row.replace("P", "_") for row in rows]
-
-    @property
-    def here(self) -> str:
-        """The symbol under the player."""
-        return self.rows[self.place[0]][self.place[1]]
-
-    @property
-    def won(self) -> bool:
-        """Whether the player is on the goal."""
-        return self.here == "G"
-
-    @property
-    def over(self) -> bool:
-        """Whether the player is on the goal or in a hole."""
-        return self.here in "GO"
+    task: FrozenLake
 
     def move(self, direction: str) -> str:
         """Move the player one cell; on a slippery lake the direction may change."""
         actual = self._slip(direction) if self.task.slippery else direction
-        there = neighbour(self.place, actual)
         slipped = "" if actual == direction else f" and slipped {actual}"
-        if not _inside(self.rows, there):
+        there = self.board.after(self.board.state, actual)
+        if there is None:
             self.idle += 1
             return f"You went {direction}{slipped}, and the edge stopped you."
-        self.place = there
+        self.board.state = there
         return f"You went {direction}{slipped}."
 
     def _slip(self, direction: str) -> str:
@@ -125,41 +128,16 @@ class FrozenLakeEpisode(GridEpisode):
         down, _ = DIRECTIONS[direction]
         return rng.choice([direction, *(("left", "right") if down else ("up", "down"))])
 
-    def picture(self) -> str:
-        """Return the text of the map with the player."""
-        row, column = self.place
-        rows = list(self.rows)
-        rows[row] = rows[row][:column] + "P" + rows[row][column + 1 :]
-        return self.task.picture(rows)
-
-    def solution(self) -> list[str] | None:
-        """Return the shortest path over the ice from the player's cell; None if there is no path."""
-        return _path(self.rows, self.place, len(self.rows) ** 2)
-
     def ending(self) -> str:
         """Describe the state of the game in a sentence."""
+        here = where(self.board.state)
         if self.task.rules == "withheld":
-            you, _, hole, goal = tuple(SYMBOLS["withheld"])
+            you, _, hole, goal = tuple(Lake.symbols[1])
             if not self.over:
-                return f"{you} ended at {where(self.place)}."
-            return f"{you} moved onto {goal if self.won else hole} at {where(self.place)}, and the game was over."
+                return f"{you} ended at {here}."
+            return f"{you} moved onto {goal if self.won else hole} at {here}, and the game was over."
         if self.won:
             return "You reached the goal."
         if self.over:
-            return f"You fell into a hole at {where(self.place)}."
-        return f"You did not reach the goal in time: you ended at {where(self.place)}."
-
-
-def _inside(rows: Sequence[str], place: Place) -> bool:
-    return 0 <= place[0] < len(rows) and 0 <= place[1] < len(rows)
-
-
-def _path(rows: Sequence[str], start: Place, most: int) -> list[str] | None:
-    """Return the shortest path from ``start`` to the goal around the holes; None if it has more than ``most`` moves."""
-
-    def after(place: Place, move: str) -> Place | None:
-        there = neighbour(place, move)
-        return there if _inside(rows, there) and rows[there[0]][there[1]] != "O" else None
-
-    goal = find(rows, "G")
-    return shortest(start, after, lambda place: place == goal, most)
+            return f"You fell into a hole at {here}."
+        return f"You did not reach the goal in time: you ended at {here}."

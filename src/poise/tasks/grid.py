@@ -1,17 +1,17 @@
-"""Shared code for games on a grid: maps, the moves in a reply, turns, and a search for the shortest solution."""
+"""Shared code for games on a grid: boards, the moves in a reply, and turns."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from itertools import count
+from itertools import cycle
 from random import Random
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from poise._lib.errors import check_choice, check_whole
 from poise.tasks.base import Message, Problem, Score, Split, sizes
@@ -28,8 +28,6 @@ SEVERAL = "Each turn, reply with up to {} moves out of up, down, left and right,
 LISTED = 12  # last moves that feedback lists
 _MOVE = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE | re.ASCII)
 
-State = TypeVar("State", bound=Hashable)
-
 
 def moves_in(reply: str, most: int = 1) -> list[str]:
     """Return the last ``most`` moves that a reply names, in order. Ignore the reasoning.
@@ -38,27 +36,6 @@ def moves_in(reply: str, most: int = 1) -> list[str]:
     ['left']
     """
     return list(deque((match[0].lower() for match in _MOVE.finditer(conclusion(reply))), maxlen=most))
-
-
-def shortest(
-    start: State, after: Callable[[State, str], State | None], won: Callable[[State], bool], most: int
-) -> list[str] | None:
-    """Find the shortest list of moves that wins, by breadth-first search; None if it has more than ``most`` moves.
-
-    ``after`` returns the state after a move, or None if the move is impossible or loses the game.
-    """
-    seen = {start}
-    queue: deque[tuple[State, list[str]]] = deque([(start, [])])
-    while queue:
-        state, path = queue.popleft()
-        if won(state):
-            return path
-        for move in DIRECTIONS if len(path) < most else ():
-            following = after(state, move)
-            if following is not None and following not in seen:
-                seen.add(following)
-                queue.append((following, [*path, move]))
-    return None
 
 
 def neighbour(place: Place, move: str) -> Place:
@@ -77,9 +54,51 @@ def where(place: Place) -> str:
     return f"row {place[0] + 1}, column {place[1] + 1}"
 
 
-def draw_map(rows: Iterable[Iterable[str]]) -> str:
-    """Format a map as text, with spaces between the symbols so that tokenizers do not merge symbols."""
-    return "\n".join(" ".join(row) for row in rows)
+class Board(ABC):
+    """A map, and the state that moves change: the places of what can move."""
+
+    symbols: ClassVar[tuple[str, str]]  # what a map is drawn with if the rules are told, and if they are withheld
+    state: Any  # hashable
+
+    def __init__(self, rows: Sequence[str]) -> None:
+        self.side = len(rows)
+
+    @abstractmethod
+    def after(self, state: Any, move: str) -> Any:
+        """Return the state after a move; None if the move is impossible."""
+
+    @abstractmethod
+    def won(self, state: Any) -> bool:
+        """Whether the game is won."""
+
+    def lost(self, state: Any) -> bool:  # noqa: ARG002
+        """Whether the game is lost."""
+        return False
+
+    @abstractmethod
+    def symbol(self, place: Place) -> str:
+        """Return the symbol of a cell, as drawn if the rules are told."""
+
+    def picture(self, rules: str) -> str:
+        """Return the text of the map, with spaces between the symbols so that tokenizers do not merge them."""
+        cells = range(self.side)
+        text = "\n".join(" ".join(self.symbol((row, column)) for column in cells) for row in cells)
+        return text if rules == "told" else text.translate(str.maketrans(*self.symbols))
+
+    def solution(self, most: int) -> list[str] | None:
+        """Find the shortest list of moves that wins, by breadth-first search; None if it has more than ``most``."""
+        seen = {self.state}
+        queue: deque[tuple[Any, list[str]]] = deque([(self.state, [])])
+        while queue:
+            state, path = queue.popleft()
+            if self.won(state):
+                return path
+            for move in DIRECTIONS if len(path) < most else ():
+                following = self.after(state, move)
+                if following is not None and following not in seen and not self.lost(following):
+                    seen.add(following)
+                    queue.append((following, [*path, move]))
+        return None
 
 
 @dataclass
@@ -92,6 +111,7 @@ class GridTask(ABC):
     rules: str = "told"
 
     name: ClassVar[str]
+    board: ClassVar[type[Board]]
     smallest: ClassVar[int]  # the smallest side of a map
     largest: ClassVar[int]
     concurrent: ClassVar[bool] = True
@@ -111,39 +131,34 @@ class GridTask(ABC):
         """Draw a random map, which may have no solution."""
 
     @abstractmethod
-    def solution(self, rows: list[str]) -> list[str] | None:
-        """Return the shortest solution of a map; None if the map needs too many moves."""
-
-    @abstractmethod
     def rules_text(self) -> str:
         """Return the rules in words."""
 
-    @abstractmethod
-    def picture(self, rows: list[str]) -> str:
-        """Return the text that shows a map to the model at the start of the game."""
+    @property
+    def most_moves(self) -> int:
+        """The largest number of moves that a map's shortest solution may have."""
+        return self.turns * self.actions
 
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
         """Yield the problems of one split, one map each."""
         check_split(split)
         rng = Random(f"{self.name} {seed}")
-        sides = sizes(type(self).__name__, "side", self.side, self.smallest, self.largest)
-
-        def suits(rows: list[str]) -> bool:  # solvable within the turns, and not too easy
-            return len(self.solution(rows) or ()) >= FEWEST_MOVES
-
-        for turn in count():
-            draw = partial(self._draw, sides[turn % len(sides)])
-            yield self._problem(draw_of_split(type(self).__name__, split, rng, draw, suits))
+        for side in cycle(sizes(type(self).__name__, "side", self.side, self.smallest, self.largest)):
+            yield self._problem(draw_of_split(type(self).__name__, split, partial(self._draw, side, rng), self._suits))
 
     def _draw(self, side: int, rng: Random) -> tuple[str, list[str]]:
         """Draw a map. Return a text that identifies the map, and the map's rows."""
         rows = self.draw(side, rng)
         return f"{self.name} " + "\n".join(rows), rows
 
+    def _suits(self, rows: list[str]) -> bool:
+        """Whether a map can be solved within the turns, and is not too easy."""
+        return len(self.board(rows).solution(self.most_moves) or ()) >= FEWEST_MOVES
+
     def _problem(self, rows: list[str]) -> Problem:
         rules = self.rules_text() if self.rules == "told" else WITHHELD
         how = ONE if self.actions == 1 else SEVERAL.format(self.actions)
-        prompt = f"{rules} {how}\n{self.picture(rows)}\nTurn 1 of {self.turns}. Your move?"
+        prompt = f"{rules} {how}\n{self.board(rows).picture(self.rules)}\nTurn 1 of {self.turns}. Your move?"
         number = sha256("\n".join(rows).encode()).hexdigest()[:12]
         return Problem(f"{self.name}/{len(rows)}/{number}", prompt, f"{len(rows)}x{len(rows)}", {"map": rows})
 
@@ -155,33 +170,29 @@ class GridEpisode(ABC):
     """
 
     def __init__(self, problem: Problem, task: GridTask) -> None:
-        self.problem, self.turns, self.actions = problem, task.turns, task.actions
-        self.rules_told = task.rules == "told"
+        self.problem, self.task, self.turns, self.actions = problem, task, task.turns, task.actions
+        self.board = task.board(problem.data["map"])
         self.replies: list[str] = []
         self.moves: list[str] = []
         self.idle = 0  # moves that changed nothing
 
     @property
-    @abstractmethod
     def won(self) -> bool:
         """Whether the game is won."""
+        return self.board.won(self.board.state)
 
     @property
     def over(self) -> bool:
         """Whether the game is won or lost."""
-        return self.won
+        return self.won or self.board.lost(self.board.state)
+
+    def solution(self) -> list[str] | None:
+        """Return the shortest solution from the current state; None if there is none."""
+        return self.board.solution(4 * self.board.side**2)
 
     @abstractmethod
     def move(self, direction: str) -> str:
         """Make a move, and describe in a sentence what happened. Increase ``idle`` if the move changes nothing."""
-
-    @abstractmethod
-    def picture(self) -> str:
-        """Return the text of the current map."""
-
-    @abstractmethod
-    def solution(self) -> list[str] | None:
-        """Return the shortest solution from the current state."""
 
     @abstractmethod
     def ending(self) -> str:
@@ -204,10 +215,10 @@ class GridEpisode(ABC):
             return []
         if not directions:
             events = ["Your reply names no move. Write up, down, left or right."]
-        elif not self.rules_told:
+        elif self.task.rules == "withheld":
             events = []
-        lines = [*events, self.picture(), f"Turn {len(self.replies) + 1} of {self.turns}. Your move?"]
-        return [{"role": "user", "content": "\n".join(lines)}]
+        turn = f"Turn {len(self.replies) + 1} of {self.turns}. Your move?"
+        return [{"role": "user", "content": "\n".join([*events, self.board.picture(self.task.rules), turn])}]
 
     def score(self) -> Score:
         """Score 1 if the game is won, else 0. The answer is the list of moves."""

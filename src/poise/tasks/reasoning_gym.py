@@ -30,11 +30,11 @@ from random import Random
 from typing import Any, ClassVar
 
 from poise._lib.errors import check_range, how_to_install, unknown
-from poise.tasks.base import Problem, Score, Split, TaskError
+from poise.tasks.base import Problem, Score, Split
 from poise.tasks.rewards import formulas
 from poise.tasks.rewards.answers import last_answer
 from poise.tasks.rewards.arithmetic import ExpressionError, evaluate
-from poise.tasks.streams import PATIENCE, check_split, split_of
+from poise.tasks.streams import check_split, draw_of_split
 from poise.tasks.time_limit import HungError, Worker
 
 INSTRUCTION = "Think first, then answer, in this form: <think>your reasoning</think><answer>your answer</answer>"
@@ -126,18 +126,17 @@ class ReasoningGym:
     def problems(self, split: Split, seed: int) -> Iterator[Problem]:
         """Yield the questions of one split. The splits share no question and no seed."""
         check_split(split)
-        misses = 0
-        for number in _numbers(split, Random(f"{self.name} {seed}")):
+        numbers = _numbers(split, Random(f"{self.name} {seed}"))
+
+        def draw() -> tuple[str, tuple[int, str]]:
+            number = next(numbers)
             question = str(self._entry(number)["question"])
-            if split_of(question, TEST_SHARE) == split:
-                prompt = f"{question}\n{self.instruction}".strip()
-                yield Problem(f"{self.name}/{number}", prompt, "all", {"number": number, "question": question})
-                misses = 0
-            elif (misses := misses + 1) > PATIENCE:
-                raise TaskError(
-                    f"{self.name}: no {split} question in {PATIENCE} draws: the generator has too few questions; "
-                    "widen its settings, or choose another"
-                )
+            return question, (number, question)
+
+        while True:
+            number, question = draw_of_split(self.name, split, draw, share=TEST_SHARE)
+            prompt = f"{question}\n{self.instruction}".strip()
+            yield Problem(f"{self.name}/{number}", prompt, "all", {"number": number, "question": question})
 
     def _create(self, block: int) -> Any:
         from reasoning_gym import create_dataset

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
+from itertools import cycle
 from random import Random
 from typing import Any, ClassVar
 
@@ -204,10 +204,14 @@ class SearchQA:
         """Yield the questions of one split; no world is in both splits."""
         check_split(split)
         rng = Random(f"search-qa {seed}")
-        hops = sizes("SearchQA", "hops", self.hops, 1, 3)
-        for turn in count():
-            number = draw_of_split("SearchQA", split, rng, _draw_world)
-            question = world(number, self.size).question(rng, hops[turn % len(hops)], self.sums)
+
+        def draw() -> tuple[str, int]:
+            number = rng.getrandbits(40)
+            return f"search-qa {number}", number
+
+        for hops in cycle(sizes("SearchQA", "hops", self.hops, 1, 3)):
+            number = draw_of_split("SearchQA", split, draw)
+            question = world(number, self.size).question(rng, hops, self.sums)
             prompt = f"{question['text']} {self.instruction}".strip()
             data = {"world": number, "size": self.size, **question}
             name = f"search-qa/{number}/{'-'.join(question['chain'])}/{question['start']}"
@@ -216,11 +220,6 @@ class SearchQA:
     def episode(self, problem: Problem) -> SearchEpisode:
         """Start a dialogue about the problem's question."""
         return SearchEpisode(problem, self)
-
-
-def _draw_world(rng: Random) -> tuple[str, int]:
-    number = rng.getrandbits(40)
-    return f"search-qa {number}", number
 
 
 class SearchEpisode:

@@ -14,11 +14,7 @@ from typing import ClassVar
 
 from poise._lib.errors import check_range, check_whole
 from poise.tasks.base import Problem
-from poise.tasks.grid import FEWEST_MOVES, GridEpisode, GridTask, Place, draw_map, find, neighbour, shortest, where
-
-SYMBOLS = {"told": "#_PXO*+", "withheld": "ABCDEFG"}  # wall, floor, you, the box, the goal, box on goal, you on goal
-NEUTRAL = str.maketrans(SYMBOLS["told"], SYMBOLS["withheld"])
-MOST_MOVES = 8
+from poise.tasks.grid import FEWEST_MOVES, Board, GridEpisode, GridTask, Place, find, neighbour, where
 
 TOLD = (
     "You push a box onto a goal. # is a wall, _ is floor, P is you, X is the box, O is the goal, + is you on the goal. "
@@ -26,6 +22,40 @@ TOLD = (
 )
 
 State = tuple[Place, Place]  # the positions of player and box
+
+
+class Warehouse(Board):
+    """A map with fixed walls and goal; the state has the places of the player and the box."""
+
+    symbols = ("#_PXO*+", "ABCDEFG")  # wall, floor, you, the box, the goal, box on goal, you on goal
+
+    def __init__(self, rows: Sequence[str]) -> None:
+        super().__init__(rows)
+        self.walls = {(row, column) for row, line in enumerate(rows) for column, sign in enumerate(line) if sign == "#"}
+        self.goal = find(rows, "O")
+        self.state: State = (find(rows, "P"), find(rows, "X"))
+
+    def after(self, state: State, move: str) -> State | None:
+        """Return the state after a move; None if the move is impossible."""
+        you, box = neighbour(state[0], move), state[1]
+        if you == box:
+            box = neighbour(box, move)
+        return None if you in self.walls or box in self.walls else (you, box)
+
+    def won(self, state: State) -> bool:
+        """Whether the box is on the goal."""
+        return state[1] == self.goal
+
+    def symbol(self, place: Place) -> str:
+        """Return the symbol of a cell."""
+        you, box = self.state
+        if place in self.walls:
+            return "#"
+        if place == box:
+            return "*" if place == self.goal else "X"
+        if place == you:
+            return "+" if place == self.goal else "P"
+        return "O" if place == self.goal else "_"
 
 
 @dataclass
@@ -40,10 +70,11 @@ class Sokoban(GridTask):
 
     side: int | str | Sequence[int] = "6-8"
     turns: int = 12
-    optimum: int = MOST_MOVES
+    optimum: int = 8
     walls: float = 0.15
 
     name: ClassVar[str] = "sokoban"
+    board: ClassVar[type[Board]] = Warehouse
     smallest: ClassVar[int] = 5
     largest: ClassVar[int] = 10
 
@@ -60,98 +91,44 @@ class Sokoban(GridTask):
         kind |= {place: kind.get(place, "_") for place in inner}
         return ["".join(kind.get((row, column), "#") for column in range(side)) for row in range(side)]
 
-    def solution(self, rows: list[str]) -> list[str] | None:
-        """Return the shortest solution of a map; None if the map needs too many moves."""
-        return _solve(_Map(rows), min(self.optimum, self.turns * self.actions))
+    @property
+    def most_moves(self) -> int:
+        """The largest number of moves that a map's shortest solution may have."""
+        return min(self.optimum, super().most_moves)
 
     def rules_text(self) -> str:
         """Return the rules in words."""
         return TOLD
-
-    def picture(self, rows: list[str]) -> str:
-        """Return the text of a map, in the symbols that the model sees."""
-        return _picture(_Map(rows), self.rules)
 
     def episode(self, problem: Problem) -> SokobanEpisode:
         """Start a game on the problem's map."""
         return SokobanEpisode(problem, self)
 
 
-class _Map:
-    """A map with fixed walls and goal; the player and the box move."""
-
-    def __init__(self, rows: Sequence[str]) -> None:
-        self.side = len(rows)
-        self.walls = {(row, column) for row, line in enumerate(rows) for column, sign in enumerate(line) if sign == "#"}
-        self.goal = find(rows, "O")
-        self.state: State = (find(rows, "P"), find(rows, "X"))
-
-    def after(self, state: State, move: str) -> State | None:
-        """Return the state after a move; None if the move is impossible."""
-        you, box = neighbour(state[0], move), state[1]
-        if you == box:
-            box = neighbour(box, move)
-        return None if you in self.walls or box in self.walls else (you, box)
-
-    def symbol(self, place: Place) -> str:
-        """Return the symbol of a cell."""
-        you, box = self.state
-        if place in self.walls:
-            return "#"
-        if place == box:
-            return "*" if place == self.goal else "X"
-        if place == you:
-            return "+" if place == self.goal else "P"
-        return "O" if place == self.goal else "_"
-
-
 class SokobanEpisode(GridEpisode):
     """One game on one map. A box stuck in a corner does not end the game."""
 
-    def __init__(self, problem: Problem, task: Sokoban) -> None:
-        super().__init__(problem, task)
-        self.task, self.map = task, _Map(problem.data["map"])
-
-    @property
-    def won(self) -> bool:
-        """Whether the box is on the goal."""
-        return self.map.state[1] == self.map.goal
+    task: Sokoban
+    board: Warehouse
 
     def move(self, direction: str) -> str:
         """Move the player one cell, and push the box if the box is in the way."""
-        following = self.map.after(self.map.state, direction)
+        following = self.board.after(self.board.state, direction)
         if following is None:
             self.idle += 1
             return f"You cannot go {direction}."
-        pushed = following[1] != self.map.state[1]
-        self.map.state = following
+        pushed = following[1] != self.board.state[1]
+        self.board.state = following
         return f"You went {direction}{' and pushed the box' if pushed else ''}."
-
-    def picture(self) -> str:
-        """Return the text of the current map."""
-        return _picture(self.map, self.task.rules)
-
-    def solution(self) -> list[str] | None:
-        """Return the shortest solution from the current state; None if the state has no solution."""
-        return _solve(self.map, 4 * self.map.side**2)
 
     def ending(self) -> str:
         """Describe the state of the game and the position of the box."""
-        box, stuck = self.map.state[1], not self.won and self.solution() is None
+        box, stuck = self.board.state[1], not self.won and self.solution() is None
         if self.task.rules == "withheld":
-            symbol = self.map.symbol(box).translate(NEUTRAL)
+            symbol = self.board.symbol(box).translate(str.maketrans(*Warehouse.symbols))
             end = " No move leads to success from there." if stuck else ""
             return f"{symbol} ended at {where(box)}.{end}"
         if self.won:
             return "The box is on the goal."
         could = "and it cannot get there any more" if stuck else "but it still could get there"
-        return f"The box is at {where(box)}, the goal at {where(self.map.goal)}: it is not on the goal, {could}."
-
-
-def _solve(game: _Map, most: int) -> list[str] | None:
-    return shortest(game.state, game.after, lambda state: state[1] == game.goal, most)
-
-
-def _picture(game: _Map, rules: str) -> str:
-    rows = ["".join(game.symbol((row, column)) for column in range(game.side)) for row in range(game.side)]
-    return draw_map(row if rules == "told" else row.translate(NEUTRAL) for row in rows)
+        return f"The box is at {where(box)}, the goal at {where(self.board.goal)}: it is not on the goal, {could}."

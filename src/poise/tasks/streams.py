@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
-from random import Random
 from typing import TypeVar
 
 from poise._lib.errors import check_choice, counted, short
@@ -141,8 +140,7 @@ def split_of(meaning: str, share: int = TEST_SHARE) -> Split:
 def draw_of_split(
     owner: str,
     split: Split,
-    rng: Random,
-    draw: Callable[[Random], tuple[str, T]],
+    draw: Callable[[], tuple[str, T]],
     suits: Callable[[T], bool] = lambda _: True,
     share: int = TEST_SHARE,
 ) -> T:
@@ -151,7 +149,7 @@ def draw_of_split(
     ``suits`` is called last, because it may be slow.
     """
     for _ in range(PATIENCE):
-        meaning, candidate = draw(rng)
+        meaning, candidate = draw()
         if split_of(meaning, share) == split and suits(candidate):
             return candidate
     raise TaskError(

@@ -90,11 +90,11 @@ class KnightsKnaves:
             yield self._puzzle(people, split, rng).problem(self.instruction)
 
     def _puzzle(self, people: int, split: Split, rng: Random) -> Puzzle:
-        def candidate(rng: Random) -> tuple[str, Draft]:
+        def candidate() -> tuple[str, Draft]:
             draft = draw(people, rng.getrandbits(48), self.depth)
             return draft.meaning, draft
 
-        draft = draw_of_split(f"KnightsKnaves with {people} people", split, rng, candidate)
+        draft = draw_of_split(f"KnightsKnaves with {people} people", split, candidate)
         return draft.puzzle(self.names, self.phrasing)
 
     def _read_file(self, file: str) -> None:
