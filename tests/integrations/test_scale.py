@@ -23,7 +23,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from poise import regulators
 from poise.integrations.demands import CannotRegulateError, probe
-from poise.integrations.trl_checks import check_config, check_needs, check_trainer, period
+from poise.integrations.trl_checks import check_config, check_trainer, period
 from poise.models.policy import EMBEDDED
 from poise.tasks.knights_knaves import KnightsKnaves
 from support.pages import method_table
@@ -52,6 +52,11 @@ def parsed(*args):
     return trl_kk.parser().parse_args_and_config([*config, *args])
 
 
+def check_method(args, method):
+    regulator = regulators.parse(method)
+    check_config(args, regulator, probe(regulator), method)
+
+
 def test_trl_reads_it_and_the_regulator_can_be_had():
     own, args, model = parsed()
     given = yaml.safe_load((SCALE / "trl-8gpu.yaml").read_text())
@@ -59,13 +64,13 @@ def test_trl_reads_it_and_the_regulator_can_be_had():
     assert {name: getattr(args, name) for name in ("epsilon_high", "delta", "num_iterations", "vllm_mode")} == {
         name: given[name] for name in ("epsilon_high", "delta", "num_iterations", "vllm_mode")
     }
-    check_config(args, probe(regulators.parse(own.regulator)), own.regulator)
+    check_method(args, own.regulator)
     assert period(args) == 4
     # 8 GPUs: the batch of the papers, 64 prompts with 8 responses each
     assert 8 * args.per_device_train_batch_size * args.steps_per_generation == 64 * args.num_generations
     assert own.problems * 5 // 64 * period(args) == args.max_steps
     with pytest.raises(CannotRegulateError, match="num_iterations=2"):
-        check_config(parsed("--num_iterations", "1")[1], probe(regulators.parse(own.regulator)), own.regulator)
+        check_method(parsed("--num_iterations", "1")[1], own.regulator)
 
 
 @pytest.mark.parametrize("method", sorted(regulators.TABLE))
@@ -102,8 +107,7 @@ def test_the_table_of_methods_says_what_poise_does(engine, tmp_path):
             accelerator=SimpleNamespace(num_processes=2, is_fsdp2=given["fsdp2"]), **given,
         )  # fmt: skip
         with nullcontext() if works[engine] else pytest.raises(CannotRegulateError, match="DeepSpeed"):
-            check_config(args, wants, method)
-            check_needs(args, regulator, method)
+            check_method(args, method)
             check_trainer(trainer, regulator, wants, method)
 
 
@@ -121,7 +125,7 @@ def test_the_commands_of_the_page(words, monkeypatch):
     command = launch_command_parser().parse_args(words)
     processes = yaml.safe_load(Path(command.config_file).read_text())["num_processes"]
     own, args, _ = trl_kk.parser().parse_args_and_config([*command.training_script_args, "--use_cpu", "true"])
-    check_config(args, probe(regulators.parse(own.regulator)), own.regulator)
+    check_method(args, own.regulator)
     assert processes * args.per_device_train_batch_size * args.steps_per_generation == 64 * args.num_generations
     assert own.problems * 5 // 64 * period(args) == args.max_steps  # five epochs
 
@@ -133,7 +137,7 @@ def test_the_rehearsal_changes_settings_that_trl_has(device, tmp_path):
     words[words.index("--config") + 1] = str(SCALE.parents[1] / "examples/scale/trl-8gpu.yaml")
     own, args, model = trl_kk.parser().parse_args_and_config([*words[2:], "--use_cpu", "true"])
     assert (own.regulator, args.max_steps, model.model_name_or_path) == ("nthr | lopti", 4, "m")
-    check_config(args, probe(regulators.parse(own.regulator)), own.regulator)
+    check_method(args, own.regulator)
 
 
 def test_the_configurations_that_pages_name_are_there():

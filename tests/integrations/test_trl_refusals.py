@@ -57,7 +57,8 @@ def test_refused_before_the_model_is_loaded(method, settings, message, tmp_path)
     ],
 )
 def test_what_can_be_done_is_not_refused(method, settings, tmp_path):
-    trl_checks.check_config(config(tmp_path, **settings), probe(regulators.parse(method)), method)
+    regulator = regulators.parse(method)
+    trl_checks.check_config(config(tmp_path, **settings), regulator, probe(regulator), method)
 
 
 def needing(*fields):

@@ -36,7 +36,7 @@ import poise
 from poise.batch import Phase, TokenBatch
 from poise.integrations.demands import ALL, CannotRegulateError, Demands, demands, probe
 from poise.integrations.token_export import TokenExport, lines
-from poise.integrations.trl_checks import check_config, check_needs, check_start, check_trainer, check_trl
+from poise.integrations.trl_checks import check_config, check_start, check_trainer, check_trl
 from poise.integrations.trl_loss import check_loss, kl_weights
 from poise.integrations.trl_metadata import KEY, check_resume, describe, tell_trackers, write_card
 from poise.lm_head import Head
@@ -103,11 +103,9 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             )
         for value in (*args, *kwargs.values()):  # before the model is loaded
             if hasattr(value, "steps_per_generation"):
-                check_config(value, self._poise.demands, self._regulator_name)
-                check_needs(value, self.regulator, self._regulator_name)
+                check_config(value, self.regulator, self._poise.demands, self._regulator_name)
         super().__init__(*args, **kwargs)
-        check_config(self.args, self._poise.demands, self._regulator_name)
-        check_needs(self.args, self.regulator, self._regulator_name)
+        check_config(self.args, self.regulator, self._poise.demands, self._regulator_name)
         check_trainer(self, self.regulator, self._poise.demands, self._regulator_name)
         if isinstance(correct, str) and correct not in self.reward_func_names:
             known = ", ".join(self.reward_func_names)
@@ -231,7 +229,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
                 "before training: always return all phases, even those with no tokens"
             )
         if (wants.plain and not now.plain) or now.kl not in (ALL, wants.kl):
-            check_config(self.args, now, self._regulator_name)
+            check_config(self.args, self.regulator, now, self._regulator_name)
         if self.beta != 0 and now.kl != ALL == wants.kl:
             raise CannotRegulateError(
                 f"{self._regulator_name} weights KL terms, but did not in the trial before training"
@@ -292,7 +290,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
 
     def _field(self, output: dict[str, Any], name: str, old_logp: Tensor) -> Tensor:
         """An optional field of ``TokenBatch``, from TRL's batch."""
-        if (values := output.get(_FIELDS[name])) is None:  # check_needs rules out all other reasons
+        if (values := output.get(_FIELDS[name])) is None:  # check_config rules out all other reasons
             raise CannotRegulateError(
                 f"{self._regulator_name} needs {name}, but rollout_func returned logprobs=None: return the "
                 "log-probability of each sampled token there"

@@ -73,8 +73,13 @@ def _other(trainer: type) -> str:
     return "put RegulatorMixin before GRPOTrainer or a subclass of it, as in class Mine(RegulatorMixin, Yours)"
 
 
-def check_config(args: Any, wants: Demands, name: str) -> None:
+def check_config(args: Any, regulator: Regulator, wants: Demands, name: str) -> None:
     """Run all checks that need only the GRPOConfig. ``name`` is the regulator as the user wrote it."""
+    if "ref_logp" in regulator.needs and args.beta == 0:
+        raise CannotRegulateError(
+            f"{name} needs ref_logp, the reference policy's log-probabilities, which TRL computes only for a KL term; "
+            "set beta in GRPOConfig to a value other than 0, such as 0.001"
+        )
     if args.importance_sampling_level != "token" and not wants.plain:
         raise CannotRegulateError(
             f"importance_sampling_level={args.importance_sampling_level!r} has one ratio for a whole response, in "
@@ -117,15 +122,6 @@ def check_config(args: Any, wants: Demands, name: str) -> None:
     field, value = _save_interval(args, args.save_steps, args.eval_steps)
     if value is not None and value >= 1:  # a value below 1 is a share of the steps, whose number is unknown here
         _check_multiple(field, value, steps, name)
-
-
-def check_needs(args: Any, regulator: Regulator, name: str) -> None:
-    """Raise an error if with these settings TRL does not compute the regulator's inputs."""
-    if "ref_logp" in regulator.needs and args.beta == 0:
-        raise CannotRegulateError(
-            f"{name} needs ref_logp, the reference policy's log-probabilities, which TRL computes only for a KL term; "
-            "set beta in GRPOConfig to a value other than 0, such as 0.001"
-        )
 
 
 def period(args: Any) -> int:

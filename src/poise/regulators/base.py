@@ -197,11 +197,7 @@ class Function(Regulator):
 
 def as_regulator(value: Callable[[TokenBatch], Sequence[Phase]]) -> Regulator:
     """Return a regulator unchanged; wrap any other callable in ``Function``."""
-    if isinstance(value, Regulator):
-        return value
-    if not callable(value):
-        raise TypeError(f"a regulator is a callable from TokenBatch to phases, got {value!r}")
-    return Function(value)
+    return value if isinstance(value, Regulator) else Function(value)
 
 
 def regulator(function: F) -> F:

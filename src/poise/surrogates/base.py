@@ -85,8 +85,8 @@ class Surrogate(ABC):
 
     @property
     def aggregation(self) -> str | None:
-        """The aggregation that this surrogate needs; None if any will do."""
-        return None
+        """The mean over sequences for a surrogate with ``sequence_mean=True``; None if any aggregation will do."""
+        return SEQUENCE_MEAN if getattr(self, "sequence_mean", False) else None
 
     @property
     def bound(self) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from poise._lib.errors import check_range
-from poise.surrogates.base import SEQUENCE_MEAN, Surrogate, Terms, check_switch, limit, one
+from poise.surrogates.base import Surrogate, Terms, check_switch, limit, one
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,6 @@ class Sapo(Surrogate):
         """The gate times the advantage."""
         tau = torch.full_like(parts.advantages, self.negative).masked_fill_(parts.advantages > 0, self.positive)
         return parts.advantages * (4 / tau) * torch.sigmoid(tau * torch.expm1(parts.log_ratio(logp)))
-
-    @property
-    def aggregation(self) -> str | None:
-        """The mean over sequences, unless ``sequence_mean`` is False."""
-        return SEQUENCE_MEAN if self.sequence_mean else None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from poise._lib.errors import check_range
 from poise.batch import TokenBatch
-from poise.surrogates.base import SEQUENCE_MEAN, Surrogate, Survey, Terms, check_switch, clipped, k3, outside
+from poise.surrogates.base import Surrogate, Survey, Terms, check_switch, clipped, k3, outside
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,6 @@ class Gspo(Surrogate):
         """The tokens of responses whose ratio is clipped."""
         assert parts.sequence is not None
         return outside(parts.sequence, parts.advantages, self.clip_low, self.clip_high)
-
-    @property
-    def aggregation(self) -> str | None:
-        """The mean over sequences, unless ``sequence_mean`` is False."""
-        return SEQUENCE_MEAN if self.sequence_mean else None
 
 
 @dataclass(frozen=True)
