@@ -5,10 +5,13 @@ python examples/trl/sums.py [MODEL]
 
 import sys
 
-from datasets import Dataset
-from trl import GRPOConfig
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig
 
-from poise.integrations.trl import RegulatedGRPOTrainer
+    from poise.integrations.trl import RegulatedGRPOTrainer
+except ImportError as error:
+    sys.exit(f"this example needs poise with the extra 'trl' ({error}): docs/install.md has the command")
 from poise.models.location import EMBEDDED
 
 ROWS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(10, 40) for b in range(10, 40)]

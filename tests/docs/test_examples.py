@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 
@@ -21,6 +22,12 @@ sys.path.insert(0, str(EXAMPLES))
 import critic  # noqa: E402
 import one_step_off  # noqa: E402
 import rl_loop  # noqa: E402
+
+
+def test_the_script_for_trl_says_in_one_line_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(SystemExit, match=r"^this example needs poise with the extra 'trl' \(.*\): docs/install.md"):
+        runpy.run_path(str(ROOT / "examples/trl/sums.py"))
 
 
 @pytest.mark.parametrize("name", ["rl_loop", "rl_loop_two_processes", "one_step_off", "critic"])

@@ -25,12 +25,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from poise._lib.errors import how_to_install
+
 try:
     from accelerate.utils import gather_object
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 except ImportError as error:
-    raise ImportError(f"poise.integrations.trl needs TRL: install poise with its extra 'trl' ({error})") from error
+    raise ImportError(f"poise.integrations.trl needs TRL ({error}); {how_to_install('trl')}") from error
 
 import poise
 from poise.batch import Phase, TokenBatch

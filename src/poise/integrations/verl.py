@@ -18,11 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
+from poise._lib.errors import how_to_install
+
 try:
     from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
     from verl.workers.config import PolicyLossConfig
 except ImportError as error:
-    raise ImportError(f"poise.integrations.verl needs verl: install poise with its extra 'verl' ({error})") from error
+    raise ImportError(f"poise.integrations.verl needs verl ({error}); {how_to_install('verl')}") from error
 
 from poise.batch import TokenBatch
 from poise.integrations.demands import CannotRegulateError
