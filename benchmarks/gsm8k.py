@@ -1,6 +1,7 @@
 """Trains a model on GSM8K with poise, or with TRL for a given time, and measures the result in the same way.
 
     python benchmarks/gsm8k.py poise MODEL DATA --seed 0 --out runs/gsm8k-0 --json out/poise-0.json
+    python benchmarks/gsm8k.py poise MODEL DATA --steps 40 --lora 16 --rate 3e-5 --json out/lora.json
     python benchmarks/gsm8k.py trl MODEL DATA --seconds 95 --out runs/trl --json out/trl.json
     poise eval runs/trl/trl-model task.name=math data=DATA problems=500 samples=1 max_tokens=512 --json trl-eval.json
 
@@ -40,7 +41,8 @@ def with_poise(args: argparse.Namespace) -> dict[str, Any]:
     result = poise.train(
         model=args.model, data=args.data, task="math", steps=args.steps, prompts=args.prompts, group=GROUP,
         seed=args.seed, run=f"{args.out}/run", checkpoint_every=0,
-        rollout={"max_tokens": args.max_tokens}, optim={"lr": RATE},
+        rollout={"max_tokens": args.max_tokens}, optim={"lr": args.rate},
+        lora={"rank": args.lora} if args.lora else None,
         evaluation={"every": args.steps // 6, "problems": args.problems, "samples": 1}, rollouts_every=0,
     )  # fmt: skip
     rows = result.curves
@@ -101,9 +103,10 @@ def with_trl(args: argparse.Namespace) -> dict[str, Any]:
                 output_dir=folder, seed=args.seed, max_steps=args.steps, per_device_train_batch_size=args.micro,
                 gradient_accumulation_steps=args.prompts * GROUP // args.micro, num_generations=GROUP,
                 max_completion_length=args.max_tokens, **engine, shuffle_dataset=False, beta=0.0, loss_type="dapo",
-                epsilon=0.2, epsilon_high=0.24, learning_rate=RATE, lr_scheduler_type="constant", weight_decay=0.01,
-                max_grad_norm=1.0, bf16=CUDA, use_cpu=not CUDA, gradient_checkpointing=False, disable_tqdm=True,
-                logging_steps=1, save_strategy="no", report_to="none", model_init_kwargs={"dtype": "float32"},
+                epsilon=0.2, epsilon_high=0.24, learning_rate=args.rate, lr_scheduler_type="constant",
+                weight_decay=0.01, max_grad_norm=1.0, bf16=CUDA, use_cpu=not CUDA, gradient_checkpointing=False,
+                disable_tqdm=True, logging_steps=1, save_strategy="no", report_to="none",
+                model_init_kwargs={"dtype": "float32"},
             ),
             train_dataset=Dataset.from_dict({"prompt": prompts, "answer": answers}),
             callbacks=[Watch()],
@@ -142,6 +145,8 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--steps", type=int, default=60, help="for TRL the most")
     parser.add_argument("--prompts", type=int, default=64, help="problems of a step")
+    parser.add_argument("--rate", type=float, default=RATE, help="learning rate")
+    parser.add_argument("--lora", type=int, help="rank of an adapter (poise; otherwise all weights are trained)")
     parser.add_argument("--seconds", type=float, default=120, help="of TRL's training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=512)
@@ -151,6 +156,8 @@ def main() -> None:
     parser.add_argument("--out", default="runs/gsm8k", help="folder of the run, or of TRL's model")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
+    if args.lora and args.which == "trl":
+        parser.error("--lora: only with poise")
     found = (with_poise if args.which == "poise" else with_trl)(args)
     whole = {"process_s": since_start()} | ({} if args.which == "trl" else _memory())
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "json")}

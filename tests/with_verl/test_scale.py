@@ -58,6 +58,22 @@ def test_the_rehearsal_changes_settings_that_verl_has(device, tmp_path):
     check_config(config, regulator, probe(regulator), "nthr | lopti")
 
 
+@pytest.mark.parametrize("method", ["stock", "loss: tr-grpo(kl_weighted=False)"])
+def test_the_rehearsal_of_verls_own_trainer(method, tmp_path):
+    chosen = rehearse.settings("verl", "cuda", folder=tmp_path, model="m", root="r", steps=2, phases=1)
+    words = rehearse.command("verl", "python", method, chosen)
+    with initialize_config_dir(str(SCALE), version_base=None):
+        config = compose(words[4].partition("=")[2], words[5:])
+    validate_config(config, need_reference_policy(config), need_critic(config))
+    assert config.trainer.v1.trainer_mode == "sync"
+    assert "poise_sync" not in config.trainer.v1
+    loss = omega_conf_to_dataclass(config.actor_rollout_ref.actor).policy_loss
+    if method == rehearse.STOCK:
+        assert loss.loss_mode == "vanilla"
+    else:
+        assert (loss.loss_mode, loss.regulator, loss.base_loss) == ("poise", "tr-grpo(kl_weighted=False)", "vanilla")
+
+
 @pytest.mark.parametrize("name", ["verl-8gpu", "verl-70b-64gpu"])
 def test_the_trainer_can_be_had(name):
     config = load(name)
