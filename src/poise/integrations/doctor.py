@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,11 @@ from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.verl_checks import LOSS, TESTED, TRAINER, check_config, check_verl
 from poise.regulators import parse
 
-PLUGINS = ("poise", "poise_trainer")  # our entry points in the group verl.plugins
+# Our entry points in the group verl.plugins: what each registers, its name, and verl's table of such names.
+PLUGINS = {
+    "poise": ("policy loss", LOSS, "verl.trainer.ppo.core_algos", "POLICY_LOSS_REGISTRY"),
+    "poise_trainer": ("trainer", TRAINER, "verl.trainer.ppo.v1.trainer_base", "TRAINER_REGISTRY"),
+}
 PACKAGES = ("poise-rl", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
 Say = Callable[[str], None]
 
@@ -27,7 +31,7 @@ def verl(say: Say, overrides: Sequence[str] = (), config_path: Path | None = Non
     except (ImportError, CannotRegulateError) as error:
         say(f"NOT LIVE: {error}")
         return False
-    live = [_is_live(plugin, entry, say) for plugin, entry in zip(PLUGINS, (_loss, _trainer), strict=True)]
+    live = [_is_live(plugin, say) for plugin in PLUGINS]
     if all(live) and (overrides or config_path):
         return _check_settings(say, overrides, config_path, name)
     return all(live)
@@ -40,23 +44,13 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _loss() -> tuple[str, Any]:
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-
-    return f"policy loss {LOSS!r}", POLICY_LOSS_REGISTRY.get(LOSS)
-
-
-def _trainer() -> tuple[str, Any]:
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-    return f"trainer {TRAINER!r}", TRAINER_REGISTRY.get(TRAINER)
-
-
-def _is_live(plugin: str, entry: Callable[[], tuple[str, Any]], say: Say) -> bool:
+def _is_live(plugin: str, say: Say) -> bool:
     """Whether verl has loaded the plugin; if not, report the error that verl hid."""
+    kind, name, module, registry = PLUGINS[plugin]
+    what = f"{kind} {name!r}"
     try:
-        what, target = entry()
-    except ImportError as error:
+        target = getattr(import_module(module), registry).get(name)
+    except (ImportError, AttributeError) as error:
         say(f"NOT LIVE: {plugin}: verl itself cannot be imported ({error}); install what is missing")
         return False
     if target is not None:

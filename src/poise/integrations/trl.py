@@ -60,6 +60,7 @@ Method = str | Regulator | Callable[[TokenBatch], Any]
 class _State:
     """The mixin's state between TRL's calls."""
 
+    demands: Demands
     rewards: Tensor | None = None  # (all rows, reward functions), for the last generation batch
     scored_ids: list[list[int]] = field(default_factory=list)  # this process's responses that got these rewards
     uses_left: int = 0  # with several phases: how often the loss has yet to use its micro-batches
@@ -67,7 +68,6 @@ class _State:
     head_checked: bool = False
     loss_checked: bool = False
     plain: bool = False  # whether every weight of the last generation batch is 1
-    demands: Demands = field(default=Demands(("all",), True, ALL))
 
 
 class RegulatorMixin(_Mixed):  # type: ignore[misc]

@@ -5,24 +5,27 @@ A *place* is a problem's index in this order. A *walk* is the sequence of proble
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count, islice
 from random import Random
 from typing import overload
 
 from poise.tasks.base import Problem
-from poise.tasks.data.rows import DataError, Row
+from poise.tasks.data.rows import DataError
 
 ENDLESS = 2**53  # the length of an epoch that has no end
 PERIOD = 1000  # problems: in a mixture with a streamed set, every period has exactly the shares of the weights
 
 
 class Table:
-    """Problems in memory. ``name`` is part of the seed, so that several tables are shuffled differently."""
+    """Problems in memory. ``source`` names the data set in messages.
 
-    def __init__(self, problems: list[Problem], name: str) -> None:
-        self.problems, self.name = problems, name
+    ``name`` is part of the seed, so that several tables are shuffled differently.
+    """
+
+    def __init__(self, source: str, name: str, problems: list[Problem]) -> None:
+        self.source, self.name, self.problems = source, name, problems
         self._order = lru_cache(4)(self._shuffled)
 
     def at(self, seed: int, place: int) -> Problem:
@@ -47,13 +50,12 @@ class Table:
 class Stream:
     """Problems of a data set that is read during training: rows in file order, shuffled in blocks of ``buffer`` rows.
 
-    Only one block is in memory. To return to an earlier place, reading starts over from the first row.
+    ``rows`` starts over from the first row: it yields each row's problem, or None. Only one block is in memory, so to
+    return to an earlier place, reading starts over.
     """
 
-    def __init__(
-        self, name: str, rows: Callable[[], Iterable[Row]], problem: Callable[[int, Row], Problem | None], buffer: int
-    ) -> None:
-        self.name, self.rows, self.problem, self.buffer = name, rows, problem, buffer
+    def __init__(self, source: str, name: str, rows: Callable[[], Iterator[Problem | None]], buffer: int) -> None:
+        self.source, self.name, self.rows, self.buffer = source, name, rows, buffer
         self.unfit: list[Callable[[Problem], bool]] = []
         self._seed, self._start = 0, 0
         self._block: list[Problem] = []
@@ -80,26 +82,25 @@ class Stream:
     def _read(self, seed: int) -> Iterator[list[Problem]]:
         for passed in count():
             found = 0
-            rows = enumerate(self.rows(), 1)
+            rows = self.rows()
             for number in count():
                 block = list(islice(rows, self.buffer))
                 if not block:
                     break
-                read = [self.problem(place, row) for place, row in block]
-                problems = [each for each in read if each is not None and not any(out(each) for out in self.unfit)]
+                problems = [each for each in block if each is not None and not any(out(each) for out in self.unfit)]
                 Random(f"block {seed} {passed} {number} {self.name}").shuffle(problems)
                 found += len(problems)
                 yield problems
             if not found:
-                raise DataError(f"data {self.name}: none of its rows can be trained on")
+                raise DataError(f"data {self.source}: none of its rows can be trained on")
 
 
 class Mixture:
     """A mixture of data sets. In every period, each data set has a whole number of problems in proportion to its
     weight."""
 
-    def __init__(self, parts: Sequence[Table | Stream], weights: Sequence[float], names: Sequence[str]) -> None:
-        self.parts, self.weights, self.names = parts, weights, names
+    def __init__(self, parts: Sequence[Table | Stream], weights: Sequence[float]) -> None:
+        self.parts, self.weights = parts, weights
         self.epoch = lru_cache(4)(self._epoch)
         self._places = lru_cache(4)(self._laid_out)
 
@@ -123,13 +124,12 @@ class Mixture:
     def _laid_out(self, seed: int, number: int, size: int) -> list[tuple[int, int]]:
         """Return, for each problem of a period, the index of its data set and the place in that data set's walk."""
         counts = shares(self.weights, size)
-        for name, part, share in zip(self.names, self.parts, counts, strict=True) if size else ():
+        for part, share in zip(self.parts, counts, strict=True) if size else ():
             if isinstance(part, Table) and not part.problems:
-                raise DataError(f"data {name}: no problem is left for training")
+                raise DataError(f"data {part.source}: no problem is left for training")
             if not share:
-                raise DataError(
-                    f"data {name}: its weight is too small to get one of {size:,} problems: raise the weight"
-                )
+                too_small = f"its weight is too small to get one of {size:,} problems"
+                raise DataError(f"data {part.source}: {too_small}: raise the weight")
         order = [part for part, share in enumerate(counts) for _ in range(share)]
         if len(counts) > 1:
             Random(f"mixture {seed} {number}").shuffle(order)

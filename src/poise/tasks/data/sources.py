@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -80,10 +81,13 @@ def _source(value: Any, defaults: Mapping[str, Any]) -> Source:
 
 
 class Tables:
-    """The tables of a data set: a single table, or one table per split."""
+    """The tables of a data set: a single table, or one table per split.
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    ``rows`` reads only the first ``buffer`` rows of a streamed table.
+    """
+
+    def __init__(self, source: Source, buffer: int = sys.maxsize) -> None:
+        self.source, self.buffer = source, buffer
         found = _load(source)
         self.splits: Mapping[str, Any] | None = found if isinstance(found, Mapping) else None
         self._table = found
@@ -130,13 +134,13 @@ class Tables:
             f"data {self.source} has no split {split!r}, but {names}; choose one with task.{setting}=NAME{columns}"
         )
 
-    def rows(self, split: str, setting: str = "split", most: int | None = None) -> Rows:
-        """Return the rows of a split, or only the first ``most`` rows."""
+    def rows(self, split: str, setting: str = "split") -> Rows:
+        """Return the rows of a split. ``setting`` is the setting that chose the split, for messages."""
         table = self.table(split, setting)
         if isinstance(table, Rows):
             return table
         found = Rows(str(self.source) if self.splits is None or split == TRAIN else f"{self.source} {split}")
-        for number, row in enumerate(islice(each_row(table), most), 1):
+        for number, row in enumerate(islice(each_row(table), self.buffer if self.streamed else None), 1):
             found.add(number, row)
         return found
 

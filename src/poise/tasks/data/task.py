@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from types import MappingProxyType
@@ -112,24 +113,23 @@ class Data:
 
     def leave_out(self, unfit: Callable[[Problem], bool], why: str, remedy: str = "") -> None:
         """Remove problems that do not fit the model, and add a note. ``remedy`` is the advice if no problem is left."""
-        parts = [*zip(self._train.names, ["train"] * len(self._train.parts), self._train.parts, strict=True)]
-        for name, split, part in [*parts, (self.source, "test", self._test)]:
+        parts = self._train.parts
+        for split, part in [*(("train", part) for part in parts), ("test", self._test)]:
             out = part.leave_out(unfit)
             number = counted(len(out), f"{split} problem")
             if out and isinstance(part, Table) and not part.problems:
-                raise DataError(f"data {name}: all {number} left out, {why}{remedy and f': {remedy}'}")
+                raise DataError(f"data {part.source}: all {number} left out, {why}{remedy and f': {remedy}'}")
             if out:
-                of = f"{name}: " if len(parts) > 1 and split == "train" else ""
+                of = f"{part.source}: " if len(parts) > 1 and split == "train" else ""
                 self.notes.append(f"{of}{number} left out, {why}: {places(out)}")
         self._train.changed()
 
     def sizes(self) -> str:
         """Describe the number of problems, for the user."""
         train = sum(len(part.problems) for part in self._train.parts if isinstance(part, Table))
-        parts = zip(self._train.names, self._train.parts, strict=True)
-        streamed = [name for name, part in parts if isinstance(part, Stream)]
+        streamed = [part.source for part in self._train.parts if isinstance(part, Stream)]
         said = [counted(train, "problem") + " to train on"] if train else []
-        said += [f"{name} is streamed, in blocks of {self.buffer:,} rows" for name in streamed]
+        said += [f"{source} is streamed, in blocks of {self.buffer:,} rows" for source in streamed]
         return f"{', '.join(said)}, {len(self._test.problems):,} held out ({self._where})"
 
     # Scores
@@ -176,24 +176,21 @@ class Data:
         for each in sets:
             each.reserve(known, self.notes)
         order = f" in blocks of {self.buffer}" if any(each.tables.streamed for each in sets) else ""
-        parts = [each.part("train" + f" {number}" * bool(number), self.buffer) for number, each in enumerate(sets)]
+        parts = [each.part("train" + f" {number}" * bool(number)) for number, each in enumerate(sets)]
         self.fingerprint = fingerprint({"train": [p for each in sets for p in each.problems], "test": test}) + order
-        self._train = Mixture(parts, [source.weight for source in sources], [str(source) for source in sources])
-        self._test = Table(test, "test")
+        self._train = Mixture(parts, [source.weight for source in sources])
+        self._test = Table(self.source, "test", test)
 
     def _open(self, source: Source, reader: Reader) -> _Set:
-        tables = Tables(source)
-        problems, make = reader.read(tables.rows(tables.training(), most=self._most(tables)), str(source))
+        tables = Tables(source, self.buffer)
+        problems, make = reader.read(tables.rows(tables.training()), str(source))
         return _Set(tables, problems, make)
-
-    def _most(self, tables: Tables) -> int | None:
-        return self.buffer if tables.streamed else None
 
     def _hold_out(self, sets: Sequence[_Set], reader: Reader) -> tuple[list[Problem], str]:
         """Return the held-out problems of all data sets, and a description of their origin."""
         if self.test_file is not None:
             found = sources_of(self.test_file, self._question_columns(), test_split=self.test_split)
-            opened = [Tables(source) for source in found]
+            opened = [Tables(source, self.buffer) for source in found]
             test = [p for tables in opened for p in self._read_held_out(tables, tables.only_held_out(), reader)]
             return test, " and ".join(map(str, found))
         test, where = [], dict[str, None]()
@@ -210,7 +207,7 @@ class Data:
         return test, " and ".join(where)
 
     def _read_held_out(self, tables: Tables, split: str, reader: Reader) -> list[Problem]:
-        return reader.read(tables.rows(split, "test_split", self._most(tables)), str(tables.source))[0]
+        return reader.read(tables.rows(split, "test_split"), str(tables.source))[0]
 
 
 @dataclass
@@ -245,20 +242,21 @@ class _Set:
             notes.append(f"{asked} left out of training, since held out too: {places(both)}")
         self.problems = [problem for problem in self.problems if not self._reserved(problem)]
 
-    def part(self, name: str, buffer: int) -> Table | Stream:
+    def part(self, name: str) -> Table | Stream:
         """Return the training problems. ``name`` is part of the seed of their order."""
-        if not self.tables.streamed:
-            return Table(self.problems, name)
-        table = self.tables.table(self.tables.training())
-        return Stream(name, lambda: each_row(table), self._trained_on, buffer)
+        source, tables = str(self.tables.source), self.tables
+        if not tables.streamed:
+            return Table(source, name, self.problems)
+        table = tables.table(tables.training())
+        return Stream(source, name, lambda: self._streamed(table), tables.buffer)
 
-    def _trained_on(self, number: int, row: Any) -> Problem | None:
-        """Convert a streamed row to a problem; None if the row is unusable or held out."""
-        try:
-            problem = self.make(number, plain_row(row))
-        except ValueError:
-            return None
-        return None if problem is None or self._reserved(problem) else problem
+    def _streamed(self, table: Any) -> Iterator[Problem | None]:
+        """Convert each row to a problem; None for a row that is unusable or held out."""
+        for number, row in enumerate(each_row(table), 1):
+            problem = None
+            with suppress(ValueError):
+                problem = self.make(number, plain_row(row))
+            yield None if problem is None or self._reserved(problem) else problem
 
     def _chosen(self, problem: Problem) -> bool:
         return self.share > 0 and share(question_key(problem)) < self.share
