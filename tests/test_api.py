@@ -350,7 +350,7 @@ class NoTask:
         (
             {"data": ROWS, "task.test_file": ROWS, "reward": "exact"},
             poise.tasks.TaskError,
-            "no problem in split train; 20 of 20 questions in python:data left out of training, since held out too",
+            "no problem in split train; 20 of 20 questions in python:data left out of training, as they are held out",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

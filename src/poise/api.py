@@ -96,8 +96,9 @@ def _config(
         return recipe if not changes else restore(merge(recipe.model_dump(mode="json"), changes), trust=True)
     if resume is None:
         return complete(None if recipe is None else os.fspath(recipe), changes)
-    for key in [key for key in ("recipe", "run") if key in changes or (key == "recipe" and recipe is not None)]:
-        raise ConfigError(f"resume={os.fspath(resume)!r} continues a run with its own settings: remove {key}")
+    if recipe is not None or "run" in changes:
+        extra = "run" if recipe is None else "recipe"
+        raise ConfigError(f"resume={os.fspath(resume)!r} continues a run with its own settings: remove {extra}")
     from poise.runs.folder import RunFolder
     from poise.training.config.run_settings import of_run
 

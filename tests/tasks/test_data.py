@@ -107,7 +107,7 @@ def test_mistakes_are_answered(tmp_path):
         ({"file": str(tmp_path / "no.jsonl")}, "there is no such file or folder"),
         ({"file": "sums.txt"}, "there is no such file or folder; poise reads files that end in .jsonl"),
         ({"file": "owner/sums.csv.GZ"}, "there is no such file or folder"),
-        ({"file": str(tmp_path)}, "is a folder that datasets' save_to_disk did not write"),
+        ({"file": str(tmp_path)}, "this folder has neither files of datasets' save_to_disk nor"),
         ({"file": __file__}, "must end in .jsonl"),
         ({"question": "quest"}, "has no column 'quest'.*task.question=COLUMN"),
         ({"answer": "gold"}, "has no column 'gold'.*task.answer=COLUMN"),

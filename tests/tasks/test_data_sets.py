@@ -238,7 +238,7 @@ def test_held_out_questions_of_one_set_are_not_trained_on_in_another(hub):
     train, test = (set(asked(task.epoch(split, 0, 0))) for split in ("train", "test"))
     assert not train & test
     assert len(test) > 5  # and a share of the second set
-    assert any("of 30 questions in own/b left out of training, since held out too" in note for note in task.notes)
+    assert any("of 30 questions in own/b left out of training, as they are held out" in note for note in task.notes)
 
 
 @pytest.mark.usefixtures("two")

@@ -72,7 +72,7 @@ class Transfer:
             receiver = Loaded(receiver, choose(receiver, note=lambda _: None))
         if tokenizer is None:
             raise ValueError(
-                "transfer: pass tokenizer=, the name of the receiver's model: poise encodes prompts and completions"
+                "transfer: pass tokenizer=, the name of the receiver's model: its tokenizer encodes the prompts"
             )
         ends = [tokenizer.eos_token_id] if not isinstance(tokenizer, str) else []
         if isinstance(tokenizer, str):

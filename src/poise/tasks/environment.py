@@ -234,9 +234,10 @@ def _check_tool(kind: type, name: str) -> None:
     arguments = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
     bare = [p.name for p in arguments if p.annotation is p.empty or not re.search(rf"(?m)^\s*{p.name}\b.*:", docstring)]
     if bare or not docstring:
+        lacks = f"the argument {bare[0]} lacks one of these" if docstring else "it has no docstring"
         raise ValueError(
-            f"environment: {kind.__name__}.{name} is public, so it is a tool: give it a docstring, and each argument a "
-            f"type hint and a line under Args:{f' (as {bare[0]} lacks)' if bare else ''}, or begin its name with _"
+            f"environment: {kind.__name__}.{name} is public, so it is a tool, which needs a docstring, and for each "
+            f"argument a type hint and a line under Args: ({lacks}); begin the name of another method with _"
         )
 
 

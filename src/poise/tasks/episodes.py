@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from poise._lib.errors import short
+from poise._lib.errors import counted, short
 from poise._lib.user_code import place_of
 from poise.tasks.base import Attempt, Episode, Message, Problem, Score, Task, TaskError
 from poise.tasks.rewards.base import GOLD_COLUMNS, RewardError
@@ -79,7 +79,7 @@ def heard(task: Task, problem: Problem, said: Any) -> list[Message]:
         return []
     if not isinstance(said, list | tuple) or not all(_is_message(each) for each in said):
         raise RewardError(
-            f"the messages of an episode of task {task.name!r} must be a list of dicts with text for 'role' and  "
+            f"the messages of an episode of task {task.name!r} must be a list of dicts with text for 'role' and "
             f"'content', got {short(said)} (problem {problem.id})"
         )
     return [{**each, "content": readable(each["content"])} for each in said]
@@ -200,4 +200,4 @@ def feedback_on(task: Task, problem: Problem, episode: Episode, score: Score, tu
 def plain(score: Score, turns: int) -> str:
     """Return general feedback that applies to any attempt."""
     how = "succeeded" if score.correct else "failed"
-    return f"The attempt {how}: reward {score.reward:.2f} after {turns} turn{'' if turns == 1 else 's'}."
+    return f"The attempt {how}: reward {score.reward:.2f} after {counted(turns, 'turn')}."

@@ -18,7 +18,7 @@ from itertools import cycle
 from random import Random
 from typing import Any, ClassVar
 
-from poise._lib.errors import check_range, check_whole, quote
+from poise._lib.errors import check_range, check_whole, counted, quote
 from poise.tasks.base import Message, Problem, Score, Split, sizes
 from poise.tasks.rewards.answers import conclusion, last_answer
 from poise.tasks.rewards.arithmetic import evaluate, number_text
@@ -215,7 +215,7 @@ class SearchQA:
             prompt = f"{question['text']} {self.instruction}".strip()
             data = {"world": number, "size": self.size, **question}
             name = f"search-qa/{number}/{'-'.join(question['chain'])}/{question['start']}"
-            yield Problem(name, prompt, f"{question['hops']} hop{'s' * (question['hops'] > 1)}", data)
+            yield Problem(name, prompt, counted(question["hops"], "hop"), data)
 
     def episode(self, problem: Problem) -> SearchEpisode:
         """Start a dialogue about the problem's question."""
@@ -270,7 +270,7 @@ class SearchEpisode:
         if answer is not None:
             sentences = [f"The answer {quote(answer)} is {'right' if self.score().correct else 'wrong'}."]
         else:
-            turns = f"{len(self.replies)} turn{'' if len(self.replies) == 1 else 's'}"
+            turns = counted(len(self.replies), "turn")
             sentences = [f"No answer was given in {turns}: end with a reply without a tool call."]
         calls = [call for reply in self.replies for call in calls_in(reply)]
         wrong = [error for call in calls if (error := problem_with(call, SCHEMAS))]

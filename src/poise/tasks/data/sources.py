@@ -181,8 +181,8 @@ def _load(source: Source, split: str | None = None) -> Any:
         return read_file(name, path) if path.is_file() else _loaded(source, "load_from_disk", str(path))
     if path.is_dir() and not (path / "README.md").exists():
         raise DataError(
-            f"data {name} is a folder that datasets' save_to_disk did not write, and has no README.md of a data set: "
-            "name a file in it"
+            f"data {name}: this folder has neither files of datasets' save_to_disk nor a data set's README.md: name a "
+            "file in it"
         )
     if path.is_dir() or _may_be_hub_id(name, path):
         config = [] if source.config is None else [source.config]

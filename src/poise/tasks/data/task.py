@@ -239,7 +239,7 @@ class _Set:
         both = [problem for problem in self.problems if question_key(problem) in known and not self._chosen(problem)]
         if both:
             asked = f"{len(both)} of {counted(len(self.problems), 'question')} in {self.tables.source}"
-            notes.append(f"{asked} left out of training, since held out too: {places(both)}")
+            notes.append(f"{asked} left out of training, as they are held out too: {places(both)}")
         self.problems = [problem for problem in self.problems if not self._reserved(problem)]
 
     def part(self, name: str) -> Table | Stream:

@@ -239,8 +239,8 @@ class InWorker(InProcess):
         if not whole.failed and not self._warned:
             self._warned = True
             warnings.warn(
-                f"reward {self.name!r} {why} on {counted(count, 'row')} together, but not row by row, which is slow; "
-                "raise its time limit (reward_timeout)",
+                f"reward {self.name!r} {why} on {counted(count, 'row')} together, so poise called it row by row, which "
+                "is slow: raise its time limit (reward_timeout)",
                 RuntimeWarning,
                 stacklevel=2,
             )
