@@ -109,6 +109,20 @@ def test_the_terminal_shows_no_p_where_nothing_was_measured(capsys):
     assert row.split()[:5] == ["ar", "0", "–", "–", "–"]
 
 
+def test_at_temperature_0_greedy_accuracy_is_not_shown_twice(page, tmp_path, capsys):
+    document = analyse([made_arm("grpo", 0.0), made_arm("ar", 0.06)], "grpo")
+    for temperature in (1.0, 0):
+        document["settings"] = {"evaluation": {"temperature": temperature}}
+        with Console(0) as console:
+            output.show(document, console)
+        title = capsys.readouterr().out.splitlines()[0]
+        assert ("greedy" in title) == (temperature == 1)
+        output.write_page(tmp_path / "comparison.html", document)
+        page.goto((tmp_path / "comparison.html").as_uri())
+        see(page, "#main", "Other scores")
+        assert (page.locator("th", has_text="greedy").count() == 1) == (temperature == 1)
+
+
 def test_the_page_says_how_the_comparison_was_made(page, tmp_path):
     arms = [made_arm("grpo", 0.0), made_arm("lopti", 0.0, passes=2)]
     rates = [{"rate": 1e-4, "mean": 0.42, "diverged": 1}, {"rate": 2e-4, "mean": None, "diverged": 0}]

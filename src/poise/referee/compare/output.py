@@ -61,7 +61,10 @@ def write_page(path: str | Path, document: Document) -> None:
 def show(document: Document, console: Console) -> None:
     """Print a table of results and the verdict. The costs are only on the page and in the CSV file."""
     later = [{**arm, "name": f"{arm['name']} (exploratory)"} for arm in document.get("exploratory", ())]
-    console.table([_table_row(arm, speed=document["cut"] is not None) for arm in (*document["arms"], *later)])
+    rows = [_table_row(arm, speed=document["cut"] is not None) for arm in (*document["arms"], *later)]
+    if document.get("settings", {}).get("evaluation", {}).get("temperature") == 0:
+        rows = [{key: value for key, value in row.items() if key != "greedy"} for row in rows]  # it equals accuracy
+    console.table(rows)
     for sentence in document["verdict"]:
         console.note(sentence)
 

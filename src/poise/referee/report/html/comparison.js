@@ -5,6 +5,7 @@ const baseline = comparison.arms.find((arm) => arm.name === comparison.baseline)
 const rivals = comparison.arms.filter((arm) => arm !== baseline);
 
 const LOST = ["cut_off", "unreadable"];
+const REPEATS = ["pass@1", "maj@1", ...(comparison.settings?.evaluation?.temperature === 0 ? ["greedy"] : [])]; // these equal accuracy
 
 const points = (value) => (known(value) ? (100 * value).toFixed(1) : "–");
 const signed = (value) => (known(value) ? `${value >= 0.0005 ? "+" : ""}${(Math.round(1000 * value) / 10 || 0).toFixed(1)}`.replace("-", "−") : "–");
@@ -84,7 +85,7 @@ function bands(by) {
 }
 
 function tables() {
-  const names = [...new Set(comparison.arms.flatMap((arm) => Object.keys(arm.scores)))].filter((name) => !name.startsWith("avg@") && !LOST.includes(name));
+  const names = [...new Set(comparison.arms.flatMap((arm) => Object.keys(arm.scores)))].filter((name) => !name.startsWith("avg@") && ![...LOST, ...REPEATS].includes(name));
   const lost = (arm, name) => (arm.scores[name] ? `${points(arm.scores[name].before)} → ${points(arm.scores[name].mean)}` : "–");
   const timed = known(comparison.cut);
   const p = (found) => (!found ? "" : known(found.mean) && known(found.p_adjusted) ? chance(found.p_adjusted) : "–");
