@@ -1,5 +1,7 @@
 """What is said of a comparison before it runs."""
 
+from pathlib import Path
+
 import pytest
 
 from poise.models.location import ModelError
@@ -58,14 +60,14 @@ def test_the_forecast(tmp_path):
 class Trial:
     """Processes that take two steps at once, of which an update takes 100 seconds."""
 
-    def start(self, _, config, log):
+    def start(self, config, log):
         del log
         folder = RunFolder.create(config.run, {})
         for step in (1, 2):
             folder.log(step, {"time/step": 0.0, "time/update": 100.0, "time/rollout": 0.0, "tokens/sampled": 7.0})
 
     def wait(self, _):
-        return [RunExit(0, 0)]
+        return [RunExit(Path("run"), 0)]
 
     def close(self):
         pass
@@ -77,12 +79,12 @@ class Failing(Trial):
     def __init__(self, *words):
         self.words = words
 
-    def start(self, _, config, log):
+    def start(self, config, log):
         del config
         log.write_text("".join(f"{line}\n" for line in self.words))
 
     def wait(self, _):
-        return [RunExit(0, 1)]
+        return [RunExit(Path("run"), 1)]
 
 
 def test_a_trial_that_fails_says_why(tmp_path):

@@ -10,6 +10,7 @@ from poise._lib.determinism import FIXED, WORKSPACE
 from poise.models import footprint
 from poise.referee.compare import jobs, worker
 from poise.referee.compare.jobs import GPU_JOBS, parallel_jobs
+from poise.referee.compare.worker import Job
 from poise.training.config.documents import ConfigError
 from poise.training.config.schema import load
 
@@ -95,8 +96,8 @@ def test_a_run_keeps_to_its_share(monkeypatch):
     monkeypatch.setattr("poise._lib.device.limit_memory", lambda *args: limits.append(args))
     monkeypatch.setattr(worker, "_train", lambda *_: None)
     settings = load("tiny", ["device=cpu"]).model_dump(mode="json")
-    assert worker.carry_out(settings, threads=1, share=0.25) == worker.DONE
-    assert worker.carry_out(settings, threads=1) == worker.DONE
+    assert worker.carry_out(Job(settings, share=0.25)) == worker.DONE
+    assert worker.carry_out(Job(settings)) == worker.DONE
     assert limits == [(torch.device("cpu"), 0.25)]
 
 
@@ -110,5 +111,5 @@ def test_a_deterministic_run_fixes_its_workspace_before_cuda_starts(monkeypatch)
     monkeypatch.delenv(WORKSPACE)
     for setting, expected in (("false", None), ("true", FIXED[0])):
         settings = load("tiny", [f"deterministic={setting}"]).model_dump(mode="json")
-        assert worker.carry_out(settings, threads=1, share=0.25) == worker.DONE
+        assert worker.carry_out(Job(settings, share=0.25)) == worker.DONE
         assert found.pop() == expected

@@ -16,7 +16,7 @@ import torch
 import poise
 from poise.referee.compare import processes
 from poise.referee.compare.processes import Processes, RunExit, ending, last_lines
-from poise.referee.compare.worker import FAILED, STOPPED, THREADS, carry_out
+from poise.referee.compare.worker import FAILED, STOPPED, THREADS, Job, carry_out
 from poise.tasks import data_fingerprint
 from poise.training.config.schema import load
 from poise.training.resume import TrainError
@@ -69,33 +69,34 @@ def server():
 
 def test_a_run_that_fails_says_why_in_its_log(runs, config, tmp_path):
     assert runs.wait(0) == []
-    runs.start(1, config, tmp_path / "logs" / "one.log")
-    assert wait(runs) == [RunExit(1, FAILED)]
+    runs.start(config, tmp_path / "logs" / "one.log")
+    assert wait(runs) == [RunExit(Path(config.run), FAILED)]
     assert last_lines(tmp_path / "logs" / "one.log")[-1].startswith("poise: ")
     assert "is a file" in (tmp_path / "logs" / "one.log").read_text()
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_alone(runs, endless, tmp_path):
-    runs.start(1, endless, tmp_path / "one")
-    runs.start(2, endless.model_copy(update={"run": str(tmp_path / "other")}), tmp_path / "two")
-    os.kill(runs._running[1].pid, signal.SIGKILL)
-    assert wait(runs) == [RunExit(1, -9)]
+    runs.start(endless, tmp_path / "one")
+    other = tmp_path / "other"
+    runs.start(endless.model_copy(update={"run": str(other)}), tmp_path / "two")
+    os.kill(runs._running[Path(endless.run)].pid, signal.SIGKILL)
+    assert wait(runs) == [RunExit(Path(endless.run), -9)]
     wait_until(lambda: "evaluating" in (tmp_path / "two").read_text())
     runs.stop()
-    assert wait(runs) == [RunExit(2, STOPPED)]
+    assert wait(runs) == [RunExit(other, STOPPED)]
 
 
 @linux
 @pytest.mark.slow
 def test_runs_are_not_blamed_for_the_death_of_their_server(runs, endless, tmp_path):
-    for number in range(1, processes.MOST_LOSSES):
-        runs.start(number, endless, tmp_path / "log")
+    for _ in range(1, processes.MOST_LOSSES):
+        runs.start(endless, tmp_path / "log")
         family = session(server())
         os.kill(server(), signal.SIGKILL)
-        assert wait(runs) == [RunExit(number, STOPPED)]
+        assert wait(runs) == [RunExit(Path(endless.run), STOPPED)]
         wait_until(lambda family=family: not alive(family))  # the run was killed too
-    runs.start(9, endless, tmp_path / "log")
+    runs.start(endless, tmp_path / "log")
     os.kill(server(), signal.SIGKILL)
     with pytest.raises(TrainError, match="has ended 3 times"):
         wait(runs)
@@ -126,7 +127,7 @@ def test_a_server_that_has_just_died_is_waited_for(monkeypatch):
 @pytest.mark.slow
 def test_runs_are_forked_from_a_process_of_one_thread(runs, config, tmp_path):
     """Python 3.12 and newer warn otherwise: a lock that another thread holds stays held in the child for ever."""
-    runs.start(1, config, tmp_path / "log")
+    runs.start(config, tmp_path / "log")
     wait(runs)
     assert len(os.listdir(f"/proc/{server()}/task")) == 1
 
@@ -157,7 +158,7 @@ if __name__ == "__main__":
     Path("file").touch()
     config = load("tiny", ["device=cpu", "run=file"])
     runs = Processes()
-    runs.start(1, config, Path("log"))
+    runs.start(config, Path("log"))
     while not (ended := runs.wait(60)):
         pass
     print(ended[0].status)
@@ -185,7 +186,7 @@ def test_a_run_on_data_that_were_edited_meanwhile_does_not_begin(tmp_path, capsy
     config = load(None, ["model=embedded", f"data={rows}", "reward=math", "device=cpu", f"run={tmp_path / 'run'}"])
     data = data_fingerprint(config.task.build())
     rows.write_text(rows.read_text().replace("3 + 1?", "4 + 0?"))
-    assert carry_out(config.model_dump(mode="json"), threads=1, data=data) == FAILED
+    assert carry_out(Job(config.model_dump(mode="json"), data=data)) == FAILED
     assert "the data were edited since the comparison started" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -199,7 +200,7 @@ def test_a_run_with_code_that_was_edited_meanwhile_does_not_begin(tmp_path, caps
     config = load("tiny", ["regulator=softer.py:softer", "device=cpu", f"run={tmp_path / 'run'}"])
     with (tmp_path / "softer.py").open("a") as file:
         file.write("# edited\n")
-    assert carry_out(config.model_dump(mode="json"), threads=1, code=config.code) == FAILED
+    assert carry_out(Job(config.model_dump(mode="json"), code=config.code)) == FAILED
     assert "softer.py was edited since the comparison started" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -211,7 +212,7 @@ def test_how_a_run_ended_in_words(tmp_path):
     assert last_lines(tmp_path / "nowhere") == []
     log = tmp_path / "log"
     log.write_bytes(b"a line\n" * 10_000 + b"\xff last\n\n")
-    assert last_lines(log, 2) == ["a line", "� last"]
+    assert last_lines(log)[-2:] == ["a line", "� last"]
 
 
 # NVIDIA's MPS is started and stopped, and never ends a comparison

@@ -25,26 +25,25 @@ class Fake:
 
     def __init__(self, behave=None, slow=False):
         self.behave, self.slow = behave or (lambda run: finish(run) or 0), slow
-        self.started, self.running, self.stops, self.most, self.closed = [], {}, 0, 0, False
+        self.started, self.running, self.stops, self.most, self.closed = [], [], 0, 0, False
         self.runs, self.before = {}, []
 
-    def start(self, number, config, log, before=None):
+    def start(self, config, log, before=None):
         self.before.append(before)
         log.parent.mkdir(parents=True, exist_ok=True)
         self.started.append(config.run)
         if not self.slow and not Path(config.run).exists():
             RunFolder.create(config.run, config.model_dump(mode="json")).write_json("before.json", evaluation(0.2))
-        self.running[number] = config.run
+        self.running.append(config.run)
         self.most = max(self.most, len(self.running))
 
     def wait(self, seconds):
         del seconds
         if self.stops:
-            ended, self.running = [RunExit(number, STOPPED) for number in self.running], {}
+            ended, self.running = [RunExit(Path(run), STOPPED) for run in self.running], []
             return ended
-        number, run = next(iter(self.running.items()))
-        del self.running[number]
-        return [RunExit(number, self.behave(self.runs[run]))]
+        run = self.running.pop(0)
+        return [RunExit(Path(run), self.behave(self.runs[run]))]
 
     def stop(self):
         self.stops += 1

@@ -93,7 +93,6 @@ def test_the_detectable_effect():
     assert detectable(10, 0.1) == pytest.approx(2 * detectable(10, 0.05))
     assert detectable(10, 0.05) < detectable(10, 0.05, comparisons=3) < detectable(8, 0.05, comparisons=3)
     assert detectable(30, 0.05) < detectable(13, 0.05) < detectable(12, 0.05) < detectable(10, 0.05)
-    assert detectable(10, 0.05, power=0.5) < detectable(10, 0.05, power=0.9)
 
 
 def test_scipy_is_loaded_on_first_use_only():

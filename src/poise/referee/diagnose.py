@@ -19,6 +19,7 @@ from poise.models.loading import load_policy
 from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy
 from poise.models.scoring import score_batch
+from poise.referee.compare.statistics import student_factor
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers.recorder import environment, response_records, token_arrays
 from poise.sampling.draws import derived_seed
@@ -247,8 +248,6 @@ def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str], b
 
     Errors are 95 % intervals by Student's t; with two batches they reach 13 standard errors to each side.
     """
-    from scipy.stats import t as student
-
     if not mean["with_gradient"]:
         return ["No token had an advantage: all responses of a group got the same score, so there is nothing to learn."]
     method, low, high = next(iter(mean["regulators"])), names[0], names[-1]
@@ -259,7 +258,7 @@ def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str], b
         return [f"No token was sampled with a probability in {low} or in {high}: choose other intervals."]
     wide, over = inf, ""
     if batches > 1:
-        wide, over = float(student.ppf(0.975, batches - 1)), f" (95 % interval over {batches} batches)"
+        wide, over = student_factor(batches), f" (95 % interval over {batches} batches)"
     parts = [
         f"p in {name}: {_percent(mean['token_share'][i])} of the tokens, "
         f"{_percent(base['share'][i], off['share'][i] and wide * off['share'][i])} of the gradient of {method}{over}"

@@ -69,7 +69,7 @@ class CheckpointFiles:
             temporary.mkdir(parents=True)
             yield temporary
             seal(temporary, {"step": step, **self._origin})
-            run.metrics_file.sync()  # the metrics must survive a power cut if the checkpoint does
+            run.sync_metrics()  # the metrics must survive a power cut if the checkpoint does
             if folder.exists():
                 os.replace(folder, old)
             os.replace(temporary, folder)

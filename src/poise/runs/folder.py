@@ -67,7 +67,7 @@ class RunFolder:
         self.path = expand(path)
         self.keep = keep
         self._config = self.path / "config.json"
-        self.metrics_file = MetricsFile(self.path / "metrics.jsonl")
+        self._metrics = self.path / "metrics.jsonl"
         self._rollouts = self.path / "rollouts"
         self._tokens = self.path / "tokens"
         self._checkpoints = self.path / "checkpoints"
@@ -105,7 +105,7 @@ class RunFolder:
             check_own(run.path / name for name in _OWN)
             for folder in (run.path, run._rollouts, run._tokens, run._checkpoints):
                 remove_leftovers(folder)
-            run.metrics_file.rewrite(lambda record: record)  # drops a torn last line
+            run._rewrite_metrics(lambda record: record)  # drops a torn last line
         return run
 
     def discard(self) -> None:
@@ -164,15 +164,55 @@ class RunFolder:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of one step. NaN and infinities become null."""
-        self.metrics_file.append(step, metrics)
+        if "step" in metrics:
+            raise ValueError("metrics: the name 'step' is reserved for the step's number")
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+        line = dumps({"step": step, **numbers})
+        with self._metrics.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:  # disk full: remove the incomplete line
+                os.truncate(self._metrics, before)
+                raise
 
     def log_more(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the line of a step that is already logged."""
-        self.metrics_file.rewrite(lambda record: {**record, **metrics} if record["step"] == step else record)
+        self._rewrite_metrics(lambda record: {**record, **metrics} if record["step"] == step else record)
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[Record]:
         """The metrics of every step, one dict per step, including "step"."""
-        return self.metrics_file.records()
+        return [record for _, record in self._metrics_lines()]
+
+    def sync_metrics(self) -> None:
+        """Wait until the metrics are on the disk."""
+        if self._metrics.exists():
+            with self._metrics.open("r+b") as file:
+                os.fsync(file.fileno())
+
+    def _rewrite_metrics(self, change: Callable[[Record], Record | None]) -> None:
+        """Replace each record by ``change(record)``; None removes it. A torn last line is removed too."""
+        changed = ((line, record, change(record)) for line, record in self._metrics_lines())
+        text = b"".join(line if new is old else dumps(new) for line, old, new in changed if new is not None)
+        if self._metrics.exists() and self._metrics.read_bytes() != text:
+            with replacing(self._metrics) as file:
+                file.write(text)
+
+    def _metrics_lines(self) -> Iterator[tuple[bytes, Record]]:
+        text = self._metrics.read_bytes() if self._metrics.exists() else b""
+        *lines, torn = text.split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                record = dict(loads(line))
+                record = {**record, "step": int(record["step"])}
+            except (ValueError, TypeError, KeyError, OverflowError):
+                # A power cut may leave a last line of the right length with wrong bytes.
+                if number == len(lines) and not torn:
+                    return
+                why = f"this is not a JSON object with a step: {line[:60]!r}"
+                raise DamagedError(f"{self._metrics}, line {number}: {why}; remove the line, or {COPY}") from None
+            yield line + b"\n", record
 
     # Rollouts
 
@@ -250,7 +290,7 @@ class RunFolder:
         A later checkpoint, which could not be read, is renamed to ``set-aside-…`` instead. If the metrics lack or
         repeat one of the steps 1 to ``step``, ``say`` gets a message.
         """
-        self.metrics_file.rewrite(lambda record: record if record["step"] <= step else None)
+        self._rewrite_metrics(lambda record: record if record["step"] <= step else None)
         logged = [record["step"] for record in self.metrics()]
         if len(logged) != step or logged != list(range(1, step + 1)):
             present = set(logged)
@@ -258,7 +298,7 @@ class RunFolder:
             gap = step - sum(1 <= s <= step for s in present)
             what = f"has no line for {gap} steps, the first is {first}" if gap else "has steps twice, or unordered"
             remedy = f"training continues, and the curves stay as they are; to repair the file, stop and {COPY}"
-            say(f"{self.metrics_file.path} {what}: {remedy}")
+            say(f"{self._metrics} {what}: {remedy}")
         for later in [s for s in _steps(self._rollouts, ".jsonl.gz") if s > step]:
             remove(self.rollouts_path(later))
         for later in [s for s in _steps(self._tokens, ".safetensors") if s > step]:
@@ -272,61 +312,6 @@ class RunFolder:
     def resume_command(self) -> str:
         """The command that resumes this run."""
         return resume_command(self.path)
-
-
-class MetricsFile:
-    """The file with the metrics of a run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of one step. NaN and infinities become null."""
-        if "step" in metrics:
-            raise ValueError("metrics: the name 'step' is reserved for the step's number")
-        numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
-        line = dumps({"step": step, **numbers})
-        with self.path.open("ab", buffering=0) as file:
-            before = file.tell()
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except OSError:  # disk full: remove the incomplete line
-                os.truncate(self.path, before)
-                raise
-
-    def records(self) -> list[Record]:
-        """The metrics of every step, including "step"."""
-        return [record for _, record in self._lines()]
-
-    def rewrite(self, change: Callable[[Record], Record | None]) -> None:
-        """Replace each record by ``change(record)``; None removes it. A torn last line is removed too."""
-        changed = ((line, record, change(record)) for line, record in self._lines())
-        text = b"".join(line if new is old else dumps(new) for line, old, new in changed if new is not None)
-        if self.path.exists() and self.path.read_bytes() != text:
-            with replacing(self.path) as file:
-                file.write(text)
-
-    def sync(self) -> None:
-        """Wait until the file is on the disk."""
-        if self.path.exists():
-            with self.path.open("r+b") as file:
-                os.fsync(file.fileno())
-
-    def _lines(self) -> Iterator[tuple[bytes, Record]]:
-        text = self.path.read_bytes() if self.path.exists() else b""
-        *lines, torn = text.split(b"\n")
-        for number, line in enumerate(lines, 1):
-            try:
-                record = dict(loads(line))
-                record = {**record, "step": int(record["step"])}
-            except (ValueError, TypeError, KeyError, OverflowError):
-                # A power cut may leave a last line of the right length with wrong bytes.
-                if number == len(lines) and not torn:
-                    return
-                why = f"this is not a JSON object with a step: {line[:60]!r}"
-                raise DamagedError(f"{self.path}, line {number}: {why}; remove the line, or {COPY}") from None
-            yield line + b"\n", record
 
 
 def step_of(checkpoint: Path) -> int:

@@ -19,7 +19,7 @@ from poise import regulators
 from poise._lib.calls import split_outside
 from poise._lib.errors import short
 from poise.referee.compare.settings import Settings
-from poise.training.config.documents import SHORT_FORMS, ConfigError, Document, merge, split_overrides
+from poise.training.config.documents import SHORT_FORMS, ConfigError, Document, key_of, merge, split_overrides
 from poise.training.config.messages import unknown_key
 from poise.training.config.schema import Config, keys, restore
 
@@ -113,12 +113,12 @@ def build(document: Document, overrides: Sequence[str], comparison: Settings) ->
     single_arms, tuned = _single_arms(comparison.arms), comparison.tune > 0
     fixed: list[str] = []
     for override in overrides:
-        key, equals, value = override.partition("=")
-        parts = alternatives(key.strip(), value) if equals else [value]
-        _check_commas(key.strip(), value)
-        axes.pop(key.strip(), None)
+        key, value = key_of(override), override.partition("=")[2]
+        parts = alternatives(key, value)
+        _check_commas(key, value)
+        axes.pop(key, None)
         if len(parts) > 1:
-            axes[key.strip()] = [(part, part) for part in parts]
+            axes[key] = [(part, part) for part in parts]
         else:
             fixed.append(override)
     _check_keys(document, fixed, axes, single_arms)
@@ -189,10 +189,9 @@ def _check_keys(
         top = "task" if top in SHORT_FORMS else top
         if top in SAME:
             raise ConfigError(f"{key} cannot differ between arms: {SAME[top]}")
-    overrides = [override.partition("=")[0].strip() for override in fixed if "=" in override]
     known = set(Config.model_fields) | set(SHORT_FORMS)
-    wrong = [key for key in dict.fromkeys([*document, *overrides, *differing]) if key.partition(".")[0] not in known]
-    if wrong:
+    used = dict.fromkeys([*document, *map(key_of, fixed), *differing])
+    if wrong := [key for key in used if key.partition(".")[0] not in known]:
         raise ConfigError(*(unknown_key(key, [*Settings.model_fields, *SHORT_FORMS, *keys(document)]) for key in wrong))
 
 

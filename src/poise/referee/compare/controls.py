@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from poise.referee.compare.arms import RATE, PlannedArm, Variant, method, rate_text
 from poise.regulators import Constant, Identity, RandomSplit
@@ -21,7 +21,23 @@ PLAIN = (Identity, Constant, RandomSplit)  # regulators that are controls themse
 Controls = dict[str, tuple[str, ...]]  # the names of each arm's controls
 
 
-Control = tuple[str, Callable[[str], PlannedArm]]  # a name, and a function that builds the arm with a given name
+class Control(NamedTuple):
+    """A copy of the arm ``origin`` with changed settings, and the reason for it."""
+
+    name: str
+    origin: PlannedArm
+    changes: Document
+    settings: Document  # these distinguish the copy from other arms
+    reason: str
+
+    def arm(self) -> PlannedArm:
+        """Build the arm."""
+        variants = []
+        for variant in self.origin.variants:
+            config = restore(merge(variant.config.model_dump(mode="json"), self.changes), trust=True)
+            rate = f", {RATE}={rate_text(variant.rate)}" if len(self.origin.variants) > 1 else ""
+            variants.append(Variant(self.name + rate, config))
+        return PlannedArm(self.name, self.settings, tuple(variants), self.reason)
 
 
 def add(arms: Sequence[PlannedArm], baseline: PlannedArm) -> tuple[tuple[PlannedArm, ...], Controls]:
@@ -30,11 +46,11 @@ def add(arms: Sequence[PlannedArm], baseline: PlannedArm) -> tuple[tuple[Planned
     controls: Controls = {}
     for arm in arms:
         found = []
-        for name, make in _controls(arm, baseline) if _is_method(arm, baseline) else ():
-            built = make(name)
-            same = next((each for each in known if _identity(each) == _identity(built)), None)
+        for control in _controls(arm, baseline) if _is_method(arm, baseline) else ():
+            same = next((each for each in known if _identity(each) == _identity(control.arm())), None)
             if same is None:
-                same = make(f"{name} ({arm.name})") if any(each.name == name for each in known) else built
+                taken = any(each.name == control.name for each in known)
+                same = control._replace(name=f"{control.name} ({arm.name})").arm() if taken else control.arm()
                 known.append(same)
             found.append(same.name)
         if found:
@@ -47,8 +63,8 @@ def _controls(arm: PlannedArm, baseline: PlannedArm) -> Iterator[Control]:
     if len(baseline.variants) == 1:
         for factor in FACTORS:
             rate = factor * baseline.variants[0].rate
-            make = partial(_build, baseline, {"optim": {"lr": rate}}, {RATE: rate_text(rate)}, "a larger step")
-            yield f"{baseline.name}, {factor:g} × rate", make
+            name, settings = f"{baseline.name}, {factor:g} × rate", {RATE: rate_text(rate)}
+            yield Control(name, baseline, {"optim": {"lr": rate}}, settings, "a larger step")
     phases = regulator.phase_count
     if phases > 1:
         yield _regulated(f"grpo(passes={phases})", arm, "as many plain passes as phases")
@@ -60,17 +76,7 @@ def _controls(arm: PlannedArm, baseline: PlannedArm) -> Iterator[Control]:
 
 def _regulated(regulator: str, arm: PlannedArm, reason: str) -> Control:
     changes = {"regulator": regulator}
-    return regulator, partial(_build, arm, changes, {**arm.settings, **changes}, reason)
-
-
-def _build(origin: PlannedArm, changes: Document, settings: Document, reason: str, name: str) -> PlannedArm:
-    """Copy the arm ``origin`` with changed settings. ``settings`` distinguish the copy from other arms."""
-    variants = []
-    for variant in origin.variants:
-        config = restore(merge(variant.config.model_dump(mode="json"), changes), trust=True)
-        rate = f", {RATE}={rate_text(variant.rate)}" if len(origin.variants) > 1 else ""
-        variants.append(Variant(name + rate, config))
-    return PlannedArm(name, settings, tuple(variants), reason)
+    return Control(regulator, arm, changes, {**arm.settings, **changes}, reason)
 
 
 def _identity(arm: PlannedArm) -> list[Document]:

@@ -94,7 +94,7 @@ def measure_trial(plan: Plan, processes: Processes) -> float:
         evaluation = config.evaluation.model_copy(update={"problems": 1, "samples": 1, "every": 0})
         changes = {"steps": STEPS, "evaluation": evaluation, "stop_at": None, "tracking": (), "rollouts_every": 0}
         folder, log = Path(place) / "run", Path(place) / "log"
-        processes.start(0, config.model_copy(update={**changes, "run": str(folder)}), log)
+        processes.start(config.model_copy(update={**changes, "run": str(folder)}), log)
         begin = time.monotonic()
         while not (exits := processes.wait(60)):
             pass

@@ -18,7 +18,7 @@ from poise.referee.compare import controls
 from poise.referee.compare.arms import PlannedArm, Variant, build, folder_name
 from poise.referee.compare.controls import Controls
 from poise.referee.compare.settings import TUNING, Settings, validated
-from poise.training.config.documents import ConfigError, Document, default_recipe, merge, read, read_typed
+from poise.training.config.documents import ConfigError, Document, default_recipe, key_of, merge, read, read_typed
 from poise.training.config.groups import HELD_OUT
 from poise.training.config.schema import Config
 
@@ -115,14 +115,13 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
     own: Document = {key: document.pop(key) for key in Settings.model_fields if key in document}
     settings = []
     for override in overrides:
-        key, equals, _ = override.partition("=")
-        if key.strip() == "seed" and equals:
+        if (key := key_of(override)) == "seed":
             raise ConfigError("seed: a comparison has several seeds; write seeds=10 for 0 to 9, or seeds=20-29")
-        if equals and key.strip() in Settings.model_fields:
-            own[key.strip()] = read_typed(override)
+        if key in Settings.model_fields:
+            own[key] = read_typed(override)
         else:
             settings.append(override)
-    models = [value for key, _, value in (override.partition("=") for override in settings) if key.strip() == "model"]
+    models = [override.partition("=")[2] for override in settings if key_of(override) == "model"]
     if recipe is None and (default := default_recipe(models[-1] if models else None)):
         document = read(default)
     mine = read(recipe, shipped=False) if recipe is not None else {}
@@ -138,8 +137,8 @@ def read_plan(recipe: str | None, overrides: Sequence[str]) -> Plan:
         raise ConfigError(
             "evaluation = off, or evaluation.problems = 0: a comparison needs held-out accuracy; remove this setting"
         )
-    typed = any(override.partition("=")[0].strip() in ("evaluation", "evaluation.every") for override in settings)
-    if not typed and "every" not in own_evaluation:
+    typed = {key_of(override) for override in settings}
+    if typed.isdisjoint(("evaluation", "evaluation.every")) and "every" not in own_evaluation:
         arms = _with_curves(arms)
     baseline, links = _baseline(arms, comparison.baseline), Controls()
     if comparison.controls == "auto":
@@ -161,7 +160,7 @@ def _with_curves(arms: Sequence[PlannedArm]) -> tuple[PlannedArm, ...]:
 
 def _folder(document: Document, settings: list[str]) -> Path:
     """The folder of the comparison, from the setting ``run``. Removes ``run`` from ``settings``."""
-    overrides = [override for override in settings if override.partition("=")[0].strip() == "run"]
+    overrides = [override for override in settings if key_of(override) == "run"]
     for override in overrides:
         settings.remove(override)
     name = read_typed(overrides[-1]) if overrides else document.get("run") or "runs/compare"

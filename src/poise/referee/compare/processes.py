@@ -33,52 +33,49 @@ TRIAL = "import torch; torch.zeros(1, device='cuda').sum().item()"  # fails if a
 
 
 class RunExit(NamedTuple):
-    """An ended run: its number and its exit code (negative: the signal that killed the process)."""
+    """An ended run: its folder and its exit code (negative: the signal that killed the process)."""
 
-    number: int
+    folder: Path
     status: int
 
 
 class Processes:
-    """The processes of active runs, by number. The server that forks them starts with the first run."""
+    """The processes of active runs, by folder. The server that forks them starts with the first run."""
 
     def __init__(self, threads: int = 1, share: float | None = None) -> None:
         self.threads, self.share = threads, share  # CPU threads of a run; its share of the GPU's memory
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["poise.referee.compare.preload"])
-        self._running: dict[int, multiprocessing.context.ForkServerProcess] = {}
+        self._running: dict[Path, multiprocessing.context.ForkServerProcess] = {}
         self._losses = 0
 
-    def start(self, number: int, config: Config, log: Path, before: Path | None = None) -> None:
-        """Start or resume a run, and append its output to ``log``.
-
-        The file ``before`` has the accuracy before training, if another run has measured it.
-        """
+    def start(self, config: Config, log: Path, before: Path | None = None) -> None:
+        """Start or resume a run, and append its output to ``log``. ``before``: see ``worker.Job``."""
         log.parent.mkdir(parents=True, exist_ok=True)
         data = data_fingerprint(config.task.build())
-        arguments = (config.model_dump(mode="json"), log, self.threads, before, data, config.code, self.share)
-        process = self._context.Process(target=worker.main, args=arguments)
+        job = worker.Job(config.model_dump(mode="json"), self.threads, before, data, config.code, self.share)
+        process = self._context.Process(target=worker.main, args=(job, log))
         try:
             with _safe_path():
                 _start(process)  # waits for the server's imports, before the run's time starts
         except (OSError, EOFError) as error:
             raise TrainError("the process that starts runs has ended: see its output above") from error
-        self._running[number] = process
+        self._running[Path(config.run)] = process
 
     def wait(self, seconds: float) -> list[RunExit]:
         """Wait at most ``seconds`` for a run to end; return the runs that have ended."""
         ready = connection.wait([process.sentinel for process in self._running.values()], seconds)
-        done = {number: process for number, process in self._running.items() if process.sentinel in ready}
+        done = {folder: process for folder, process in self._running.items() if process.sentinel in ready}
         if any(process.exitcode == SERVER_DIED for process in done.values()):
             self._losses += 1
             if self._losses == MOST_LOSSES:
                 raise TrainError(f"the process that starts runs has ended {MOST_LOSSES} times: is there enough memory?")
             done = dict(self._running)  # all runs die with their server; none of them has failed
         exits = []
-        for number, process in done.items():
+        for folder, process in done.items():
             process.join()
-            del self._running[number]
-            exits.append(RunExit(number, worker.STOPPED if process.exitcode == SERVER_DIED else process.exitcode or 0))
+            del self._running[folder]
+            exits.append(RunExit(folder, worker.STOPPED if process.exitcode == SERVER_DIED else process.exitcode or 0))
         return exits
 
     def stop(self) -> None:
@@ -127,15 +124,15 @@ def ending(status: int) -> str:
     return f"exit code {status}"
 
 
-def last_lines(log: Path, count: int = 5) -> list[str]:
-    """The last lines of a run's output."""
+def last_lines(log: Path) -> list[str]:
+    """The last five lines of a run's output."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4096))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []
-    return [line for line in text.splitlines() if line.strip()][-count:]
+    return [line for line in text.splitlines() if line.strip()][-5:]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from math import sqrt
 import numpy as np
 
 from poise.referee.compare.sign_flip import Floats, Interval
-from poise.referee.compare.statistics import LEVEL
+from poise.referee.compare.statistics import student_factor
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,6 @@ class RandomEffects:
 
 def random_effects(regimes: Sequence[Sequence[float]]) -> RandomEffects:
     """Combine at least two regimes. Each regime is a list of differences for at least two seeds."""
-    from scipy.stats import t
-
     if len(regimes) < 2 or min(map(len, regimes)) < 2:
         raise ValueError("random effects need at least two regimes with two seeds each")
     means = np.array([np.mean(values) for values in regimes])
@@ -45,8 +43,8 @@ def random_effects(regimes: Sequence[Sequence[float]]) -> RandomEffects:
     weights = 1 / (variances + between)
     mean = float(np.average(means, weights=weights))
     error = 1 / float(weights.sum())  # equals Hartung and Knapp's, except that theirs may be smaller if τ² = 0
-    reach = float(t.ppf((1 + LEVEL) / 2, count - 1)) * sqrt(error)
-    ahead = float(t.ppf((1 + LEVEL) / 2, count - 2)) * sqrt(between + error) if count > 2 else None
+    reach = student_factor(count) * sqrt(error)
+    ahead = student_factor(count - 1) * sqrt(between + error) if count > 2 else None
     apart = _excess(0.0, means, variances) + count - 1  # Cochran's Q
     return RandomEffects(
         mean=mean,

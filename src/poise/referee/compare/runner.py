@@ -114,9 +114,9 @@ class Runner:
 
     def __post_init__(self) -> None:
         self._results: dict[Path, RunResult | None] = {}
-        self._running: dict[int, ActiveRun] = {}
+        self._running: dict[Path, ActiveRun] = {}
         self._tries: dict[Path, int] = {}
-        self._count = self._succeeded = 0
+        self._succeeded = 0
         self._begin = self.clock()
         self._seconds: list[float] = []  # the time of each run that this runner started and finished
         self.failures: dict[str, dict[str, Any]] = {}
@@ -167,11 +167,10 @@ class Runner:
 
     def _next(self) -> PlannedRun | None:
         """The next run to start; None if no run or no time is left, or if every run must wait."""
-        active = {each.run.folder for each in self._running.values()}
 
         def is_open(run: PlannedRun) -> bool:
             given_up = self._tries.get(run.folder, 0) > self.plan.settings.retries
-            return run.folder not in active and not given_up and self.result(run.folder) is None
+            return run.folder not in self._running and not given_up and self.result(run.folder) is None
 
         for runs in self._rounds():
             if waiting := [run for run in runs if is_open(run)]:
@@ -196,19 +195,18 @@ class Runner:
         return None
 
     def _start(self, run: PlannedRun) -> None:
-        self._count += 1
         self._tries[run.folder] = self._tries.get(run.folder, 0) + 1
         self.failures.pop(str(run.folder), None)
         fresh = not (run.folder / "config.json").exists()
-        self.processes.start(self._count, run.config, self.plan.log_of(run), self._before(run))
-        self._running[self._count] = ActiveRun(run, self.clock(), fresh)  # the time starts after the imports
+        self.processes.start(run.config, self.plan.log_of(run), self._before(run))
+        self._running[run.folder] = ActiveRun(run, self.clock(), fresh)  # the time starts after the imports
 
     def _before(self, run: PlannedRun) -> Path | None:
         """A file with the run's accuracy before training, if another run has measured it."""
         return shared_start.newest_file(run, filter(None, self.runs()))
 
     def _end(self, run_exit: RunExit) -> None:
-        active = self._running.pop(run_exit.number)
+        active = self._running.pop(run_exit.folder)
         run, seconds = active.run, self.clock() - active.since
         self._results.pop(run.folder, None)
         result = self.result(run.folder)

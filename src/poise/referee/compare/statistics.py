@@ -12,7 +12,6 @@ from math import ceil, inf, isfinite, log2, sqrt
 
 import numpy as np
 
-from poise._lib.errors import check_range
 from poise.referee.compare import sign_flip
 from poise.referee.compare.sign_flip import Interval
 
@@ -81,28 +80,25 @@ def student_factor(n: int) -> float:
 
 def seeds_needed(comparisons: int = 1) -> int:
     """The fewest seeds with which any of ``comparisons`` tests can be significant after Holm's correction."""
-    check_range("seeds_needed", "comparisons", comparisons, 1)
     return ceil(1 + log2(comparisons / (1 - LEVEL)) - 1e-9)
 
 
-def detectable(seeds: int, spread: float, comparisons: int = 1, power: float = POWER) -> float:
-    """The smallest true difference that the test detects with probability ``power``; infinite with too few seeds.
+def detectable(seeds: int, spread: float, comparisons: int = 1) -> float:
+    """The smallest true difference that the test detects with probability ``POWER``; infinite with too few seeds.
 
     ``spread`` is the standard deviation of the differences over seeds, which are assumed to be normal. ``comparisons``
     is the number of arms without the baseline; the smallest p must pass Holm's first, strictest threshold.
     """
-    check_range("detectable", "seeds", seeds, 1)
-    check_range("detectable", "spread", spread, 0)
-    unit = _detectable(seeds, comparisons, power)
+    unit = _detectable(seeds, comparisons)
     return unit * spread if isfinite(unit) else inf
 
 
 @lru_cache
-def _detectable(n: int, comparisons: int, power: float) -> float:
+def _detectable(n: int, comparisons: int) -> float:
     """``detectable`` for differences with standard deviation 1.
 
     Add δ to a sample z with mean 0. The sum is significant if its interval lies above 0, that is, if δ exceeds minus
-    the lower end of the interval of z. The result is the ``power`` quantile of that value over simulated samples.
+    the lower end of the interval of z. The result is the ``POWER`` quantile of that value over simulated samples.
     """
     alpha = (1 - LEVEL) / comparisons
     if n < seeds_needed(comparisons):
@@ -110,11 +106,9 @@ def _detectable(n: int, comparisons: int, power: float) -> float:
     if n <= _SIMULATED:
         generator = np.random.default_rng(0)
         ends = [sign_flip.intervals(generator.standard_normal((500, n)), 1 - alpha) for _ in range(10)]
-        return float(
-            np.quantile([end for low, high in ends for end in (-low, high)], power)
-        )  # by symmetry, both ends count
+        return float(np.quantile([end for low, high in ends for end in (-low, high)], POWER))  # both, by symmetry
     from scipy.optimize import brentq
     from scipy.stats import nct, t
 
     limit = t.ppf(1 - alpha / 2, n - 1)
-    return float(brentq(lambda effect: nct.sf(limit, n - 1, effect * sqrt(n)) - power, 0.0, 100.0 / sqrt(n)))
+    return float(brentq(lambda effect: nct.sf(limit, n - 1, effect * sqrt(n)) - POWER, 0.0, 100.0 / sqrt(n)))

@@ -10,7 +10,7 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 DONE, FAILED, STOPPED = 0, 1, 75  # exit codes; a diverged run also fails, and its folder records it
 WAIT = 60.0  # seconds to wait until a killed comparison's process releases the folder
@@ -18,15 +18,22 @@ PR_SET_PDEATHSIG = 1
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def main(
-    settings: dict[str, Any],
-    log: Path,
-    threads: int,
-    before: Path | None,
-    data: str | None,
-    code: Any,
-    share: float | None,
-) -> NoReturn:
+class Job(NamedTuple):
+    """What a process needs to train a run.
+
+    ``data`` and ``code`` are the fingerprints of the data and the user's code at the start of the comparison. If they
+    have changed, runs would not be comparable.
+    """
+
+    settings: dict[str, Any]
+    threads: int = 1  # on a CPU
+    before: Path | None = None  # a file with the accuracy before training, if another run has measured it
+    data: str | None = None
+    code: Any = None
+    share: float | None = None  # of the GPU's memory, if other runs use the GPU too
+
+
+def main(job: Job, log: Path) -> NoReturn:
     """Train a run, append its output to ``log``, and end the process."""
     from poise._lib import user_code
 
@@ -42,7 +49,7 @@ def main(
         os.dup2(file, 1)
         os.dup2(file, 2)
         user_code.FOLDERS.append(os.getcwd())
-        status = carry_out(settings, threads=threads, before=before, data=data, code=code, share=share)
+        status = carry_out(job)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -58,21 +65,8 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def carry_out(
-    settings: dict[str, Any],
-    *,
-    threads: int,
-    before: Path | None = None,
-    data: str | None = None,
-    code: Any = None,
-    share: float | None = None,
-) -> int:
-    """Start or resume the run with these settings, print errors, and return the exit code.
-
-    The file ``before`` has the accuracy before training, if another run has measured it. ``data`` and ``code`` are the
-    fingerprints of the data and the user's code at the start of the comparison; if they have changed, runs would not be
-    comparable. ``share`` is the run's share of the GPU's memory if other runs use the GPU too.
-    """
+def carry_out(job: Job) -> int:
+    """Start or resume a run, print errors, and return the exit code."""
     import torch
 
     from poise._lib.determinism import fix_workspace
@@ -83,22 +77,22 @@ def carry_out(
     from poise.tasks import TaskError, data_fingerprint
     from poise.training.config.schema import restore
 
-    os.environ.update(dict.fromkeys(THREADS, str(threads)))  # for child processes
-    torch.set_num_threads(threads)
+    os.environ.update(dict.fromkeys(THREADS, str(job.threads)))  # for child processes
+    torch.set_num_threads(job.threads)
     try:
-        config = restore(settings, trust=True)  # the user typed them
-        if data is not None and data != data_fingerprint(config.task.build()):
+        config = restore(job.settings, trust=True)  # the user typed them
+        if job.data is not None and job.data != data_fingerprint(config.task.build()):
             raise TaskError("the data were edited since the comparison started: restore them, or start another run=DIR")
-        if files := edited(code or config.code, config.code):
+        if files := edited(job.code or config.code, config.code):
             raise TaskError(
                 f"{', '.join(files)} was edited since the comparison started: restore it, or start another run=DIR"
             )
         device = resolve_device(config.device)
         if config.deterministic and device.type == "cuda":
             fix_workspace()  # before CUDA starts, as it does below
-        if share is not None:
-            limit_memory(device, share)
-        _train(config, None if before is None else shared_start.read(before, config))
+        if job.share is not None:
+            limit_memory(device, job.share)
+        _train(config, None if job.before is None else shared_start.read(job.before, config))
     except KeyboardInterrupt:
         return STOPPED
     except Exception as error:

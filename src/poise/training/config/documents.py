@@ -248,6 +248,11 @@ def _first_line(text: str) -> str:
     return text.splitlines()[0][:300]
 
 
+def key_of(override: str) -> str:
+    """The key of a ``key=value`` string."""
+    return override.partition("=")[0].strip()
+
+
 def read_typed(override: str) -> Any:
     """Parse the value of a ``key=value`` string as YAML, but keep a sentence as typed.
 
