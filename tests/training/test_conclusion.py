@@ -6,7 +6,7 @@ import pytest
 
 from poise import trainer
 from poise.runs.folder import RunFolder
-from poise.runs.subscribers.summary import _rows, change_intervals, conclusion, learned
+from poise.runs.subscribers.summary import accuracy_rows, change_intervals, conclusion, learned
 from poise.runs.subscribers.warnings import RunWarning
 from poise.training import config as configs
 from support.small_runs import SHORT, make
@@ -176,4 +176,4 @@ def test_greedy_samples_are_told_as_greedy_accuracy_alone():
         table = dict.fromkeys(("avg@1", "pass@1", "maj@1", "greedy"), row)
         told[when] = {"accuracy": value, "n": 9, "samples": 1, "temperature": 0.0, "cut_off": 0, "table": table}
     assert learned(told) == ["rose: greedy 0.300 → 0.600"]
-    assert [row[""] for row in _rows(told, 8)] == ["greedy", "cut off at rollout.max_tokens=8"]
+    assert [row[""] for row in accuracy_rows(told)] == ["greedy", "cut off"]

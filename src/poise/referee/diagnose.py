@@ -20,6 +20,7 @@ from poise.models.master_weights import MasterWeights
 from poise.models.policy import Policy
 from poise.models.scoring import score_batch
 from poise.referee.compare.statistics import student_factor
+from poise.referee.report.weighing import percent
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers.recorder import environment, response_records, token_arrays
 from poise.sampling.draws import derived_seed
@@ -260,8 +261,8 @@ def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str], b
     if batches > 1:
         wide, over = student_factor(batches), f" (95 % interval over {batches} batches)"
     parts = [
-        f"p in {name}: {_percent(mean['token_share'][i])} of the tokens, "
-        f"{_percent(base['share'][i], off['share'][i] and wide * off['share'][i])} of the gradient of {method}{over}"
+        f"p in {name}: {percent(mean['token_share'][i])} of the tokens, "
+        f"{percent(base['share'][i], off['share'][i] and wide * off['share'][i])} of the gradient of {method}{over}"
         for name, i in ((low, 0), (high, -1))
     ]
     return [*parts, *_influence(base, off, low, high, wide), *_noise(mean, base, low, high)]
@@ -275,12 +276,12 @@ def table(mean: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
         change, fallen = displacement.get("lld/change"), displacement.get("lld/fallen_share")
         row = {
             "method": name,
-            f"part of {names[0]}": None if part is None else _percent(part),
+            f"part of {names[0]}": None if part is None else percent(part),
             "gradient norm": method["full"],
             f"moves {names[0]}": moved[0],
             f"moves {names[-1]}": moved[-1],
             "correct: Δ log p": None if change is None else f"{change:+.3f}",
-            "of them fell": None if fallen is None else _percent(fallen),
+            "of them fell": None if fallen is None else percent(fallen),
         }
         rows.append(row)
     return rows
@@ -323,7 +324,3 @@ def _noise(mean: dict[str, Any], base: dict[str, Any], low: str, high: str) -> l
         f"noise floor of |Δp|: the same weights in smaller passes {ends['again']}, logits rounded to bfloat16 "
         f"{ends['bfloat16']}; the update itself {ends['update']}{conclusion}"
     ]
-
-
-def _percent(value: float, error: float | None = None) -> str:
-    return f"{100 * value:.3g} %" if error is None else f"{100 * value:.3g} ± {100 * error:.3g} %"

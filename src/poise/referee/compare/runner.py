@@ -132,8 +132,8 @@ class Runner:
         return self._results[folder]
 
     def left(self) -> list[PlannedRun]:
-        """The plan's runs without a result, if their learning rate is known."""
-        return [run for run in self.runs() if run and self.result(run.folder) is None]
+        """The runs without a result."""
+        return [run for run in self.runs() if self.result(run.folder) is None]
 
     def variant_of(self, arm: PlannedArm) -> Variant | None:
         """The variant of an arm for the comparison; None until its learning rate is chosen."""
@@ -145,7 +145,7 @@ class Runner:
         """Train all runs without a result. When ``interrupted()`` is true, runs finish their step, save and stop."""
         stopping = False
         (self.plan.folder / "failures.json").unlink(missing_ok=True)  # from the last command; failed runs are retried
-        for planned in filter(None, self.runs()):
+        for planned in self.runs():
             if self.result(planned.folder) is not None:
                 self._remove_checkpoints(planned.folder)
         try:
@@ -181,10 +181,11 @@ class Runner:
         return None
 
     def _rounds(self) -> Iterator[list[PlannedRun]]:
-        """The runs in order: first the tuning runs, then the runs of each seed."""
+        """The runs in order: first the tuning runs, then each seed's runs of the arms whose learning rate is known."""
         yield self.plan.tuning_runs()
+        variants = [(arm, variant) for arm in self.plan.arms if (variant := self.variant_of(arm))]
         for seed in self.plan.seeds:
-            yield [self.plan.run(arm, variant, seed) for arm in self.plan.arms if (variant := self.variant_of(arm))]
+            yield [self.plan.run(arm, variant, seed) for arm, variant in variants]
 
     def _first_ready(self, runs: Sequence[PlannedRun]) -> PlannedRun | None:
         """The first run that need not wait for another run's accuracy before training; None if all must wait."""
@@ -203,7 +204,7 @@ class Runner:
 
     def _before(self, run: PlannedRun) -> Path | None:
         """A file with the run's accuracy before training, if another run has measured it."""
-        return shared_start.newest_file(run, filter(None, self.runs()))
+        return shared_start.newest_file(run, self.runs())
 
     def _end(self, run_exit: RunExit) -> None:
         active = self._running.pop(run_exit.folder)
@@ -270,19 +271,14 @@ class Runner:
 
     def status(self) -> Status:
         """The progress of the comparison."""
-        runs, running = self.runs(), [each.run for each in self._running.values()]
-        done = sum(run is not None and self.result(run.folder) is not None for run in runs)
-        waiting, left = len(runs) - done - len(running) - len(self.failures), None
+        running = [each.run for each in self._running.values()]
+        done = sum(self.result(run.folder) is not None for run in self.runs())
+        waiting, left = self.plan.size - done - len(running) - len(self.failures), None
         if self._seconds:
             whole = 0 if self.out_of_time or self.stopped else waiting * self._mean()
             left = (self._left_of_running() + whole) / min(self.jobs, max(1, waiting + len(running)))
         return Status(done, waiting, running, left)
 
-    def runs(self) -> list[PlannedRun | None]:
-        """All runs of the plan; None for a run whose learning rate is not known yet."""
-        plan = self.plan
-        variants = [(arm, self.variant_of(arm)) for arm in plan.arms]
-        return [
-            *plan.tuning_runs(),
-            *(plan.run(arm, variant, seed) if variant else None for seed in plan.seeds for arm, variant in variants),
-        ]
+    def runs(self) -> list[PlannedRun]:
+        """The runs of the plan whose learning rate is known."""
+        return [run for runs in self._rounds() for run in runs]

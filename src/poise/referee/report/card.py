@@ -11,8 +11,8 @@ from poise.models.location import SHIPPED
 from poise.referee.report.reader import read_metrics
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers import warnings
-from poise.runs.subscribers.summary import cell
-from poise.training.accuracy import BY_DIFFICULTY, LOST, is_summary, lost_shares, without_repeats
+from poise.runs.subscribers.summary import accuracy_rows
+from poise.training.accuracy import BY_DIFFICULTY, is_summary
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HEADER = """\
@@ -77,19 +77,13 @@ def _accuracy(before: Any, after: Any) -> str:
     if not is_summary(before) or not is_summary(after):
         return "Not measured: the run has no evaluation before training, or no evaluation of this model."
     temperature = after.get("temperature")
-    table = without_repeats(before["table"], temperature)
-    names = [name for name in table if name in after["table"] and BY_DIFFICULTY not in name]
-    lost = lost_shares(before), lost_shares(after)
-    sampling = (
+    sampled = (
         f" × {after['samples']} samples at temperature {_plain(temperature)}" if temperature != 0 else ", greedily"
     )
-    shares = [name for name in LOST if name in lost[0] and name in lost[1]]
-    rows = [
-        *(f"| {_plain(name)} | {cell(before['table'][name])} | {cell(after['table'][name])} |" for name in names),
-        *(f"| {name.replace('_', ' ')} | {lost[0][name]:.3f} | {lost[1][name]:.3f} |" for name in shares),
-    ]
-    title = f"{after['n']} problems{sampling}, with 95 % intervals:\n"
-    return "\n".join([title, "| measure | before | after |", "|---|---|---|", *rows])
+    rows = [row for row in accuracy_rows({"before": before, "after": after}) if BY_DIFFICULTY not in row[""]]
+    lines = [f"| {_plain(row[''])} | {row['before']} | {row['after']} |" for row in rows]
+    title = f"{after['n']} problems{sampled}, with 95 % intervals:\n"
+    return "\n".join([title, "| measure | before | after |", "|---|---|---|", *lines])
 
 
 def _plain(value: Any) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from poise._lib.files import loads
-from poise.referee.report import prime_rl
 from poise.referee.report.reader import DAMAGED, Step, check_file
 from poise.referee.report.token_row import Row, joined, parse
 from poise.referee.report.token_texts import Decoder
@@ -129,8 +128,7 @@ class TokenFiles:
         if len(line) > LONGEST_LINE:
             raise ValueError(f"it is longer than {LONGEST_LINE:,} bytes")
         try:
-            data = loads(line)
-            return parse(prime_rl.convert(data, self._decoder) if prime_rl.is_export(data) else data, self._decoder)
+            return parse(loads(line), self._decoder)
         except DAMAGED as error:
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise ValueError(f"{kind}{error}"[:LONGEST_REASON]) from None

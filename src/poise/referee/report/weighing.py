@@ -122,7 +122,7 @@ def interval_table(weighed: Weighed, names: Sequence[str]) -> list[dict[str, Any
     """One row per interval of p: its share of the tokens, and of each method's gradient."""
     pulls = {name: pull for name, pull in weighed.pull.items() if pull is not None}
     return [
-        {"p": name, "tokens": _percent(share), **{method: _percent(pull[i]) for method, pull in pulls.items()}}
+        {"p": name, "tokens": percent(share), **{method: percent(pull[i]) for method, pull in pulls.items()}}
         for i, (name, share) in enumerate(zip(names, weighed.token_share, strict=True))
     ]
 
@@ -138,5 +138,6 @@ def method_table(weighed: Weighed) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+def percent(share: float, error: float | None = None) -> str:
+    """Format a share in percent, with its error if it is known."""
+    return f"{100 * share:.3g} %" if error is None else f"{100 * share:.3g} ± {100 * error:.3g} %"

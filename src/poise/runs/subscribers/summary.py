@@ -52,7 +52,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     folder = RunFolder.open(config.run, resume=False)
     measured = summary["before"] is not None and summary["after"] is not None
     if measured:
-        console.table(_rows(summary, config.rollout.max_tokens))
+        console.table(accuracy_rows(summary, f"cut off at rollout.max_tokens={config.rollout.max_tokens}"))
     else:
         console.note("accuracy was not measured (evaluation=off); measure the model with poise eval")
     for when in ("before", "after") if measured else ():
@@ -142,10 +142,10 @@ def with_ends(lines: Sequence[dict[str, Any]], task: str, before: Any, after: An
     return [*record(0, before), *lines, *record(lines[-1]["step"] if lines else 0, after)]
 
 
-def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
+def accuracy_rows(summary: dict[str, Any], cut_off: str = "cut off") -> list[dict[str, str]]:
     """Return one row per measure, before and after training, with 95 % intervals.
 
-    The last rows are the shares of samples that were cut off or unreadable.
+    The last rows are the shares of samples that were cut off or unreadable. ``cut_off`` is the name of the first share.
     """
     temperature = summary["after"].get("temperature")
     before, after = (without_repeats(summary[when]["table"], temperature) for when in ("before", "after"))
@@ -153,15 +153,15 @@ def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
     rows = [
         {
             "": name,
-            "before": cell(before[name]),
-            "after": cell(after[name]),
+            "before": _cell(before[name]),
+            "after": _cell(after[name]),
             "change": f"{after[name]['value'] - before[name]['value']:+.3f}"
             + ("" if name not in within else " [{:+.3f}, {:+.3f}]".format(*within[name])),
         }
         for name in before
         if name in after
     ]
-    words = dict(zip(LOST, (f"cut off at rollout.max_tokens={limit}", "unreadable"), strict=True))
+    words = dict(zip(LOST, (cut_off, "unreadable"), strict=True))
     old, new = (lost_shares(summary[when]) for when in ("before", "after"))
     for name in (name for name in LOST if name in old and name in new):
         change = f"{new[name] - old[name]:+.3f}"
@@ -169,7 +169,7 @@ def _rows(summary: dict[str, Any], limit: int) -> list[dict[str, str]]:
     return rows
 
 
-def cell(row: dict[str, float]) -> str:
+def _cell(row: dict[str, float]) -> str:
     """Format a measure with its interval."""
     return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
