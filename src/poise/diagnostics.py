@@ -10,9 +10,7 @@ For each regulator, with K intervals:
   the g_i add up to the gradient g of all tokens; ``full`` is ‖g‖, ``residual`` is ‖Σ g_i − g‖ / ‖g‖, rounding only.
 - ``per_token`` (K,): ‖g_i‖ divided by the interval's number of tokens: this compares rare and frequent tokens.
 - ``share`` (K,): ⟨g_i, g⟩ / ‖g‖², interval i's share of the full gradient. Shares add up to 1; one can be negative.
-- ``norm_share`` (K,): ‖g_i‖ / Σ_j ‖g_j‖.
-- ``cosine`` (K, K): between the gradients of two intervals; ``split_cosine`` (K − 1,): between the gradients of all
-  tokens below an edge and all tokens above it.
+- ``cosine`` (K, K): between the gradients of two intervals.
 - ``influence``: K + 1 effects. Effect i is the effect of a step on only interval i; the last one is the effect of the
   regulator's update with all phases. Each has, over the tokens of each interval, the mean of |Δp| (``moved``), of
   |Δ log p| (``moved_log``), and of Δp where the advantage is positive (``rewarded``) or negative (``punished``).
@@ -184,7 +182,6 @@ def dominance(
                 after = loop.logp()
             result["influence"] = [*result["influence"], _effect(before, after, masks, batch)]
             result["weight"] = interval_means(whole.policy, masks)
-            result["metrics"] = {key: value for phase in phases for key, value in phase.metrics.items()}
             result["displacement"] = displacement(batch, before, after)
             measured.append((whole, result))
             figures["regulators"][name] = result
@@ -198,22 +195,17 @@ def _token_figures(batch: TokenBatch, masks: Tensor, sizes: Tensor | None) -> di
     prob, advantages = batch.prob, batch.token_advantages
     count = masks.sum((1, 2))
     density = torch.histc(prob[batch.mask].float(), BINS, 0.0, 1.0)
-    correct, groups = batch.correct, batch.groups
     return {
         "count": int(batch.mask.sum()),
         "tokens": count.tolist(),
         "token_share": (count / batch.mask.sum()).tolist(),
         "density": (density / density.sum() * BINS).tolist(),
         "advantage": {
-            "mean": interval_means(advantages, masks),
-            "size": interval_means(advantages.abs(), masks),
             "positive": interval_means((advantages > 0).double(), masks),
             "negative": interval_means((advantages < 0).double(), masks),
         },
         "size": None if sizes is None else interval_means(sizes, masks),
-        "accuracy": None if correct is None else float(correct.double().mean()),
         "with_gradient": float((advantages != 0)[batch.mask].double().mean()),
-        "groups": None if groups is None else len(groups.unique()),
         "regulators": {},
     }
 
@@ -235,16 +227,13 @@ def _interval_figures(
             step(loop, optimizer, part, clip)
             influence.append(_effect(before, loop.logp(), masks, loop.batch))
     cosine = gram / (norm[:, None] * norm)
-    splits = [_cosine(gram, cut) for cut in range(1, len(parts))]
     return {
         "norm": norm.tolist(),
         "full": squared**0.5,
         "per_token": _numbers(norm * total / count),
         "share": _numbers(torch.tensor([inner(part, full) for part in parts], dtype=torch.float64) / squared),
-        "norm_share": _numbers(norm / norm.sum()),
         "residual": (inner(gap, gap) / squared) ** 0.5 if squared else 0.0,
         "cosine": [_numbers(row) for row in cosine],
-        "split_cosine": splits,
         "influence": influence,
     }
 
@@ -290,12 +279,6 @@ def _same(a: Phase, b: Phase) -> bool:
 def _sum(gradients: Sequence[Gradient]) -> Gradient:
     columns = [[part for part in column if part is not None] for column in zip(*gradients, strict=True)]
     return [torch.stack(column).sum(0) if column else None for column in columns]
-
-
-def _cosine(gram: Tensor, cut: int) -> float | None:
-    """The cosine between the sum of the first ``cut`` gradients and the sum of the others, from the Gram matrix."""
-    low, high, between = gram[:cut, :cut].sum(), gram[cut:, cut:].sum(), gram[:cut, cut:].sum()
-    return float(between / (low * high).sqrt()) if low > 0 and high > 0 else None
 
 
 def interval_means(values: Tensor, masks: Tensor) -> list[float | None]:

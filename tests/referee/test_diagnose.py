@@ -264,7 +264,7 @@ NAMES = ("[0, 0.25]", "(0.25, 1]")
 
 def method(share, moved):
     return {
-        "share": share, "norm": [2.0, 1.0], "full": 2.0, "per_token": [3.0, 1.0], "split_cosine": [None],
+        "share": share, "norm": [2.0, 1.0], "full": 2.0, "per_token": [3.0, 1.0],
         "influence": [{"moved": row} for row in moved], "displacement": None,
     }  # fmt: skip
 
