@@ -6,7 +6,7 @@ import pytest
 
 from poise import trainer
 from poise.runs.folder import RunFolder
-from poise.runs.subscribers.summary import accuracy_rows, change_intervals, conclusion, learned
+from poise.runs.subscribers.summary import accuracy_rows, conclusion, learned, measured_changes
 from poise.runs.subscribers.warnings import RunWarning
 from poise.training import config as configs
 from support.small_runs import SHORT, make
@@ -142,7 +142,7 @@ def test_a_change_has_the_interval_of_paired_problems():
     paired = {"avg@4": {"value": 0.05, "low": 0.01, "high": 0.09}, "greedy": {"value": 0.0, "low": -0.02, "high": 0.02}}
     found = summary(values) | {"change": paired}
     assert learned(found) == ["rose: avg@4 0.400 → 0.450", "no clear change: greedy 0.500 → 0.500"]
-    assert change_intervals(found)["avg@4"] == (0.01, 0.09)
+    assert measured_changes(found)[0].interval == (0.01, 0.09)
     assert learned(found | {"change": {"avg@4": "?"}}) == learned(summary(values))
 
 

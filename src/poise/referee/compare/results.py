@@ -41,13 +41,12 @@ class Cost:
     flop: float | None = None  # an estimate; None if the number of parameters is unknown
 
     def __add__(self, other: Cost) -> Cost:
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        values: list[Any] = [None if None in pair else sum(pair) for pair in pairs]
-        return Cost(*values)
+        return self.weighted(1, other, 1)
 
-    def scaled(self, share: float) -> Cost:
-        """The cost times ``share``."""
-        values: list[Any] = [None if value is None else share * value for value in astuple(self)]
+    def weighted(self, own: float, other: Cost, others: float) -> Cost:
+        """The sum of two costs, times their factors."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        values: list[Any] = [None if None in pair else own * pair[0] + others * pair[1] for pair in pairs]
         return Cost(*values)
 
 
@@ -65,7 +64,7 @@ class Point:
     def towards(self, other: Point, step: int) -> Point:
         """The point at ``step`` on the straight line to the later point ``other``."""
         share = (step - self.step) / (other.step - self.step)
-        cost = self.cost.scaled(1 - share) + other.cost.scaled(share)
+        cost = self.cost.weighted(1 - share, other.cost, share)
         both = [name for name in self.scores if name in other.scores]
         scores = {name: self.scores[name] + share * (other.scores[name] - self.scores[name]) for name in both}
         return Point(step, cost, scores)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from poise._lib.files import SEAL, sealed, was_changed
 from poise.runs.checkpoint_files import CheckpointFiles
@@ -21,7 +21,25 @@ if TYPE_CHECKING:  # these import transformers, which a report does not need
     from poise.runs.subscribers.evaluation_schedule import EvaluationSchedule
     from poise.training.steps import State
 
-ROSE, FELL, UNCLEAR = "rose", "fell", "no clear change"
+ROSE, FELL, UNCLEAR = WAYS = ("rose", "fell", "no clear change")
+
+
+class Change(NamedTuple):
+    """A measure before and after training, and the 95 % interval of its change over problems."""
+
+    name: str
+    old: float
+    new: float
+    interval: Interval
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.old:.3f} → {self.new:.3f}"
+
+    @property
+    def way(self) -> str:
+        """Whether the measure rose, fell or did not clearly change."""
+        low, high = self.interval
+        return ROSE if low > 0 else FELL if high < 0 else UNCLEAR
 
 
 class Summary:
@@ -38,7 +56,7 @@ class Summary:
         if after is not None:
             by_problem = after.by_problem()
             contents |= {"before": shown_before(before), "after": after.summary()}
-            known = before and before.get("by_problem")  # older versions wrote no results by problem
+            known = (before or {}).get("by_problem")
             contents["change"] = changes(known, by_problem) if known else {}
             self.folder.write_json("problems.json", by_problem)
         self.contents = sealed(contents | {"run": str(self.folder.path)})
@@ -149,7 +167,7 @@ def accuracy_rows(summary: dict[str, Any], cut_off: str = "cut off") -> list[dic
     """
     temperature = summary["after"].get("temperature")
     before, after = (without_repeats(summary[when]["table"], temperature) for when in ("before", "after"))
-    within = change_intervals(summary)
+    within = {each.name: each.interval for each in measured_changes(summary)}
     rows = [
         {
             "": name,
@@ -178,17 +196,18 @@ def conclusion(
     config: Config, folder: RunFolder, summary: dict[str, Any], warnings: Sequence[RunWarning] = ()
 ) -> list[str]:
     """Return the lines below the table of results."""
-    changes, lines = _changes(summary), learned(summary)
+    changes, lines = measured_changes(summary), learned(summary)
+    ways = {each.way for each in changes}
     if warnings:
         names = ", ".join(f"{each.name} (step {each.step})" for each in warnings)
         lines.append(f"warnings: {names}; what they mean: docs/warnings.md")
-    if _nothing_right(summary) and not warnings:  # a short run may have no warning
+    if _nothing_right(changes) and not warnings:  # a short run may have no warning
         cut_off = lost_shares(summary["after"]).get("cut_off", 0.0) >= 0.5
         why = next(entry for entry in TABLE if entry.name == ("cut-off" if cut_off else "all-wrong"))
         advice = [why.remedy(Progress(config))]
-    elif warnings and not changes[ROSE]:  # longer training does not help
+    elif warnings and ROSE not in ways:  # longer training does not help
         advice = [each.remedy for each in warnings]
-    elif changes[FELL]:
+    elif FELL in ways:
         advice = [f"smaller steps: begin again with optim.lr={config.optim.lr / 4:.2g}"]
     else:
         spent = summary.get("tokens", 0)  # often more than the budget, because a step is never cut
@@ -205,59 +224,47 @@ def conclusion(
 
 def learned(summary: dict[str, Any]) -> list[str]:
     """Report which measures rose, fell or did not clearly change, and the effect of cut-off or unreadable answers."""
-    if _nothing_right(summary):
+    changes = measured_changes(summary)
+    if _nothing_right(changes):
         return ["no held-out answer was right, before training or after it"]
-    changes = _changes(summary)
-    lines = [f"{way}: {', '.join(measures)}" for way, measures in changes.items() if measures]
+    lines = [
+        f"{way}: {', '.join(told)}" for way in WAYS if (told := [str(each) for each in changes if each.way == way])
+    ]
     ends = [summary[when].get("problems") for when in ("before", "after") if is_summary(summary.get(when))]
     if None not in ends and len({*ends}) > 1:  # rollout.max_prompt was raised meanwhile
         lines.append("before and after were measured on different problems, which may explain a change")
-    for name, old, new in _measures(summary)[:1]:
+    if changes and changes[0].way != UNCLEAR:
+        name, old, new, _ = changes[0]
         lost = [sum(lost_shares(summary[when]).values()) for when in ("before", "after")]
-        clear = not any(measure.startswith(f"{name} ") for measure in changes[UNCLEAR])
-        if clear and (part := much(old["value"], new["value"], *lost)):
+        if part := much(old, new, *lost):
             lines.append(f"of the change of {name}, {part}: learning to stop is not learning to solve")
     return lines
 
 
-def _measures(summary: dict[str, Any]) -> list[tuple[str, dict[str, float], dict[str, float]]]:
-    """The rows of avg@k, greedy accuracy and pass@k, before and after; empty if accuracy was not measured."""
-    before, after = summary.get("before"), summary.get("after")
+def measured_changes(summary: dict[str, Any]) -> list[Change]:
+    """The changes of avg@k, greedy accuracy and pass@k; empty if accuracy was not measured.
+
+    Without paired results, such as for different problems before and after, an interval contains all changes that the
+    intervals before and after allow.
+    """
+    before, after, paired = summary.get("before"), summary.get("after"), summary.get("change")
     if not is_summary(before) or not is_summary(after):
         return []
     k = after["samples"]
     names = [f"avg@{k}", "greedy", f"pass@{k}"] if k > 1 else ["avg@1", "greedy"]  # pass@1 is avg@1
     if after.get("temperature") == 0:  # then avg@1 is greedy accuracy too
         names = ["greedy"]
-    tables = before["table"], after["table"]
-    return [(name, tables[0][name], tables[1][name]) for name in names if all(name in table for table in tables)]
-
-
-def change_intervals(summary: dict[str, Any]) -> dict[str, Interval]:
-    """The 95 % interval of each measure's change over problems.
-
-    Older versions wrote no results by problem. For their runs the interval contains all changes that the intervals
-    before and after allow.
-    """
-    paired = summary.get("change")
-    intervals: dict[str, Interval] = {}
-    for name, old, new in _measures(summary):
+    found = []
+    for name in (name for name in names if name in before["table"] and name in after["table"]):
+        old, new = before["table"][name], after["table"][name]
         match paired.get(name) if isinstance(paired, dict) else None:
             case {"low": int() | float() as low, "high": int() | float() as high}:
-                intervals[name] = low, high
+                interval = low, high
             case _:
-                intervals[name] = new["low"] - old["high"], new["high"] - old["low"]
-    return intervals
+                interval = new["low"] - old["high"], new["high"] - old["low"]
+        found.append(Change(name, old["value"], new["value"], interval))
+    return found
 
 
-def _changes(summary: dict[str, Any]) -> dict[str, list[str]]:
-    changes: dict[str, list[str]] = {ROSE: [], FELL: [], UNCLEAR: []}
-    for (name, old, new), (low, high) in zip(_measures(summary), change_intervals(summary).values(), strict=True):
-        way = ROSE if low > 0 else FELL if high < 0 else UNCLEAR
-        changes[way].append(f"{name} {old['value']:.3f} → {new['value']:.3f}")
-    return changes
-
-
-def _nothing_right(summary: dict[str, Any]) -> bool:
-    measures = _measures(summary)
-    return bool(measures) and all(old["value"] == new["value"] == 0 for _, old, new in measures)
+def _nothing_right(changes: Sequence[Change]) -> bool:
+    return bool(changes) and all(each.old == each.new == 0 for each in changes)

@@ -25,7 +25,7 @@ from poise.referee.report.token_files import TokenFiles, token_files
 from poise.runs.axes import AXES, x_values
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers import warnings
-from poise.runs.subscribers.summary import change_intervals, learned
+from poise.runs.subscribers.summary import learned, measured_changes
 from poise.sampling.trajectories import FIRST
 from poise.training.accuracy import is_summary, without_repeats
 
@@ -115,7 +115,7 @@ class Source:
             "after": _evaluation(final.get("after")),
             "done": final.get("steps"),
             "learned": learned(final),
-            "changes": change_intervals(final),
+            "changes": {each.name: each.interval for each in measured_changes(final)},
             "warnings": _warnings(recording, lines[-1]["step"] if lines else 0),
             "diagnose": _diagnosis(recording),
             "steps": [line["step"] for line in lines],
