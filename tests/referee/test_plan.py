@@ -206,7 +206,7 @@ def test_the_same_comparison_goes_on_and_may_grow(tmp_path):
     plan_file.check(grown)
     plan_file.write(grown)
     plan_file.check(grown)
-    assert "also has the arm 'lopti', and poise never drops results" in refused(make(tmp_path, "seeds=4"))
+    assert "also has the arm 'lopti', and poise never drops an arm" in refused(make(tmp_path, "seeds=4"))
 
 
 def test_another_comparison_is_refused(tmp_path):
@@ -223,7 +223,7 @@ def test_rates_and_tuning_seeds_stay(tmp_path):
     begin(make(tmp_path, rates, "tune=2"))
     plan_file.check(make(tmp_path, rates, "tune=2", "seeds=4", regulator="grpo; ar; lopti"))
     for changed in (["optim.lr=1e-4,2e-4,4e-4", "tune=2"], [rates, "tune=3"]):
-        assert "other learning rates, or another tune=N" in refused(make(tmp_path, *changed))
+        assert "has other learning rates, or another tune=N" in refused(make(tmp_path, *changed))
     assert "also has the arm 'grpo, optim.lr=2e-4'" in refused(make(tmp_path, "optim.lr=1e-4,4e-4", "tune=2"))
 
 

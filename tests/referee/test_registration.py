@@ -45,17 +45,23 @@ def test_what_is_registered_cannot_change(tmp_path):
     plan_file.check(make(tmp_path, *same))
     assert plan_file.register(plan) == checksum  # again
     for words, overrides, changes in (
-        ("with the arm 'ar'", same, {"regulator": "grpo; lopti"}),
-        ("with seed 5", ("seeds=5", *same[1:]), {}),
-        ("arms.grpo.grpo.optim.lr = 0.0002, not 0.5", (*same, "optim.lr=0.5"), {}),
-        ("measure.margin = 0.07, not 0.1", (*same, "margin=0.1"), {}),
-        ("measure.longer = 2.0, not 3.0", (*same, "longer=3"), {}),
-        ("measure.name = 'speed', not 'accuracy'", ("seeds=6",), {}),
-        ("baseline = 'grpo', not 'ar'", (*same, "baseline=ar"), {}),
+        ("also has the arm 'ar'", same, {"regulator": "grpo; lopti"}),
+        ("also has seed 5", ("seeds=5", *same[1:]), {}),
+        ("optim.lr = 0.5, but", (*same, "optim.lr=0.5"), {}),
+        ("measure.margin = 0.1, but", (*same, "margin=0.1"), {}),
+        ("measure.longer = 3.0, but", (*same, "longer=3"), {}),
+        ("measure.name = 'accuracy', but", ("seeds=6",), {}),
+        ("baseline = 'ar', but", (*same, "baseline=ar"), {}),
     ):
         said = refusal(tmp_path, *overrides, **changes)
-        assert "was registered" in said
+        assert "the plan registered in" in said
         assert words in said, said
+
+
+def test_registered_learning_rates_stay_even_before_the_first_run(tmp_path):
+    registered(tmp_path, "optim.lr=1e-4,2e-4", "tune=2")
+    said = refusal(tmp_path, "seeds=6", "optim.lr=1e-4,2e-4,4e-4", "tune=2")
+    assert "has other learning rates, or another tune=N" in said
 
 
 def test_an_edited_registration_is_refused(tmp_path):
@@ -64,7 +70,7 @@ def test_an_edited_registration_is_refused(tmp_path):
     data = json.loads(path.read_text())
     for change in ({"seeds": [0, 1]}, {"checksum": "0" * 64}):
         path.write_text(json.dumps({**data, "registered": {**data["registered"], **change}}))
-        assert "plan.json was edited since" in refusal(tmp_path, "seeds=6")
+        assert "plan.json was edited since (its checksum" in refusal(tmp_path, "seeds=6")
 
 
 def test_a_plan_is_registered_before_its_first_run(tmp_path):
@@ -115,4 +121,4 @@ def test_the_command_line(tmp_path):
     assert said.exit_code == 0, said.output
     assert json.loads((folder / "plan.json").read_text())["registered"]["checksum"] in said.output
     assert not (folder / "arms").exists()
-    assert "was registered with seed 4" in fails(*settings, "seeds=4")
+    assert "also has seed 4" in fails(*settings, "seeds=4")

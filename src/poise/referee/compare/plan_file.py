@@ -1,7 +1,6 @@
 """Writes ``plan.json``, and checks that a comparison's folder fits the plan: only the same comparison may continue.
 
-plan.json          the plan's variants, seeds and measure; the seed counts at which results were shown; the registered
-                   plan, if there is one
+plan.json          the plan (``described``); the seed counts at which results were shown; the registered plan, if any
 arms/…/seed-0/     the runs, which are ordinary run folders
 logs/              the output of each run
 failures.json      the runs that ended without a result, with the last lines of their output
@@ -10,14 +9,16 @@ comparison.json    the results
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from poise._lib.errors import short
-from poise._lib.files import SEAL, dumps, read_json, replacing
+from poise._lib.files import SEAL, dumps, read_json, replacing, sealed, was_changed
 from poise._lib.user_code import Code, edited
 from poise.referee.compare import registration
 from poise.referee.compare.plan import Plan, PlannedRun
+from poise.referee.compare.statistics import LEVEL
 from poise.runs.folder import RunFolder
 from poise.runs.listing import PLAN
 from poise.tasks import data_fingerprint
@@ -25,6 +26,7 @@ from poise.training.config.documents import ConfigError, Document
 from poise.training.config.run_settings import differences
 
 ANOTHER = "or start another comparison with run=DIR"
+TEST = f"two-sided sign flips over seeds, Holm's correction over the arms that are no controls, level {LEVEL}"
 
 
 def check(plan: Plan, *, trust_changed: bool = False) -> None:
@@ -43,9 +45,14 @@ def check(plan: Plan, *, trust_changed: bool = False) -> None:
             raise ConfigError(f"run={plan.folder} {what}: choose another run=DIR")
         return
     if registered := earlier.get("registered"):
-        registration.check(plan, registered)
+        if was_changed(registered) or SEAL not in registered:
+            raise ConfigError(
+                f"the plan registered in {plan.folder / PLAN} was edited since (its checksum does not match): restore "
+                "the file"
+            )
+        _check_same(plan, registered, f"the plan registered in {plan.folder}", ("measure", "baseline", "test"))
     if _has_begun(plan):
-        _check_plan(plan, earlier)
+        _check_same(plan, earlier, f"the comparison in {plan.folder}", ("measure.name", "measure.longer"))
         _check_runs(plan)
         if not trust_changed:
             _check_code(plan)
@@ -57,7 +64,7 @@ def register(plan: Plan) -> str:
     if registered is None:
         if _has_begun(plan):
             raise ConfigError(f"runs in {plan.folder} have begun, but a plan must be registered before its first run")
-        registered = registration.frozen(plan)
+        registered = sealed(described(plan))
         write(plan, registered=registered)
     elif extra := registration.added(plan, registered):
         raise ConfigError(f"the plan in {plan.folder} is registered already, without {extra}")
@@ -73,36 +80,44 @@ def _has_begun(plan: Plan) -> bool:
     return any(plan.folder.glob("arms/*/seed-*/config.json"))
 
 
-def _check_plan(plan: Plan, earlier: Document) -> None:
-    """Raise ConfigError if settings, rates or tuning seeds have changed, or if arms or seeds are missing."""
-    there = f"the comparison in {plan.folder}"
-    before = earlier["variants"]
-    now = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
-    for name, saved in before.items():
-        if name not in now:
-            raise ConfigError(
-                f"{there} also has the arm {name!r}, and poise never drops results: include it too, {ANOTHER}"
-            )
-        for key, old, new in differences(saved, now[name]):
-            raise ConfigError(
-                f"{key} = {short(new)}, but {there} has {short(old)}: old and new runs could not be compared; "
-                f"leave {key} as it was, {ANOTHER}"
-            )
-    if missing := sorted(set(earlier["seeds"]) - set(plan.seeds)):
+def described(plan: Plan) -> Document:
+    """What the runs and results of a comparison depend on."""
+    return {
+        "arms": {arm.name: {each.name: each.identity for each in arm.variants} for arm in plan.arms},
+        "baseline": plan.baseline.name,
+        "controls": {arm.name: arm.control for arm in plan.arms if arm.control},
+        "seeds": list(plan.seeds),
+        "tuning_seeds": list(plan.settings.tuning_seeds),
+        "measure": plan.settings.compared,
+        "test": TEST,
+    }
+
+
+def _check_same(plan: Plan, saved: Document, there: str, fixed: Sequence[str]) -> None:
+    """Raise ConfigError if settings, rates or the keys ``fixed`` have changed, or if arms or seeds are missing."""
+    now = described(plan)
+    before, variants = (
+        {name: identity for arm in document["arms"].values() for name, identity in arm.items()}
+        for document in (saved, now)
+    )
+    for name, identity in before.items():
+        if name not in variants:
+            raise ConfigError(f"{there} also has the arm {name!r}, and poise never drops an arm: include it, {ANOTHER}")
+        _check_equal(differences(identity, variants[name]), there)
+    if missing := sorted(set(saved["seeds"]) - set(plan.seeds)):
+        raise ConfigError(f"{there} also has seed {missing[0]}, and poise never drops a seed: include it, {ANOTHER}")
+    rates = [[name in before for name in arm] for arm in now["arms"].values()]
+    if saved["tuning_seeds"] != now["tuning_seeds"] or any(any(known) > all(known) for known in rates):
         raise ConfigError(
-            f"{there} also has seed {missing[0]}, and poise never drops results: add seeds, do not remove any, "
-            f"{ANOTHER}"
+            f"{there} has other learning rates, or another tune=N: an arm might now get another rate; restore both "
+            f"settings, {ANOTHER}"
         )
-    measures = {"measure": earlier.get("measure", {})}, {"measure": plan.settings.compared}
-    for key, old, new in differences(*measures):
-        if not key.endswith("margin"):
-            raise ConfigError(f"{key} = {short(new)}, but {there} has {short(old)}: leave it as it was, {ANOTHER}")
-    rates = [[variant.name in before for variant in arm.variants] for arm in plan.arms]
-    if earlier["tuning_seeds"] != list(plan.settings.tuning_seeds) or any(any(known) > all(known) for known in rates):
-        raise ConfigError(
-            f"{there} was started with other learning rates, or another tune=N: an arm might now get another rate, "
-            f"and poise never drops results; restore both settings, {ANOTHER}"
-        )
+    _check_equal((each for each in differences(saved, now) if each[0].startswith(tuple(fixed))), there)
+
+
+def _check_equal(different: Iterable[tuple[str, Any, Any]], there: str) -> None:
+    for key, old, new in different:
+        raise ConfigError(f"{key} = {short(new)}, but {there} has {short(old)}: leave {key} as it was, {ANOTHER}")
 
 
 def _check_runs(plan: Plan) -> None:
@@ -157,15 +172,7 @@ def write(plan: Plan, looks: Sequence[int] | None = None, *, registered: Documen
 
     If ``looks`` or ``registered`` is None, the value in the file stays.
     """
-    variants = {variant.name: variant.identity for arm in plan.arms for variant in arm.variants}
-    looks = read_looks(plan) if looks is None else looks
-    data: Document = {
-        "variants": variants,
-        "seeds": plan.seeds,
-        "tuning_seeds": plan.settings.tuning_seeds,
-        "measure": plan.settings.compared,
-        "looks": looks,
-    }
+    data = described(plan) | {"looks": read_looks(plan) if looks is None else looks}
     if registered := registered or read_registered(plan):
         data["registered"] = registered
     with replacing(plan.folder / PLAN) as file:
@@ -187,8 +194,9 @@ def _read(folder: Path) -> Document | None:
     except ValueError:
         data = None
     match data:
-        case {"variants": dict(variants), "seeds": list(), "tuning_seeds": list()} if all(
-            isinstance(variant, dict) for variant in variants.values()
+        case {"arms": dict(arms), "seeds": list(), "tuning_seeds": list(), "measure": dict()} if all(
+            isinstance(arm, dict) and all(isinstance(variant, dict) for variant in arm.values())
+            for arm in arms.values()
         ) and isinstance(data.get("registered", {}), dict):
             return dict(data)
     raise ConfigError(f"{path} is not a plan in the form that poise writes: restore the file from a copy, {ANOTHER}")
