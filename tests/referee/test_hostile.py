@@ -80,7 +80,7 @@ def test_the_report_shows_every_invisible_character(page, tmp_path):
         folder.write_json("summary.json", {"before": {"accuracy": HIDDEN}, "after": {"accuracy": [HIDDEN]}})
         row = {"value": 0.5, "low": 0.4, "high": 0.6}
         folder.write_json("before.json", {"accuracy": 0.5, "n": 9, "samples": 1, "table": {HIDDEN: row}})
-        warnings.add(folder, RunWarning(HIDDEN, 1, HIDDEN, HIDDEN))
+        warnings.save(folder, [RunWarning(HIDDEN, 1, HIDDEN, HIDDEN)])
         folder.log(2, {f"reward/accuracy/{HIDDEN}": 1.0, f"reg/{HIDDEN}/weight_p{HIDDEN}": 1.0})
     look(page, tmp_path, *folders)
     page.click("#pin")

@@ -214,7 +214,7 @@ def test_two_runs_side_by_side(page, tmp_path):
 
 def test_the_first_page_begins_with_the_warnings(page, tmp_path):
     folder = make_run(tmp_path / "run")
-    warnings.add(folder, RunWarning("no-spread", 3, f"Equal rewards {HOSTILE}.", "Raise group=."))
+    warnings.save(folder, [RunWarning("no-spread", 3, f"Equal rewards {HOSTILE}.", "Raise group=.")])
     look(page, tmp_path, folder, tab="")
     shown = page.locator("#main > .warnings li")
     assert shown.count() == 1

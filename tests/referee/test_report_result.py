@@ -6,7 +6,7 @@ import pytest
 
 from poise._lib.files import sealed
 from poise.referee.report.html.data import Source
-from poise.runs.subscribers.warnings import RunWarning, add
+from poise.runs.subscribers.warnings import RunWarning, save
 from support.run_folders import HOSTILE, add_step, look, make_run, see
 
 CONFIG = {
@@ -212,7 +212,7 @@ def test_a_run_that_went_on_past_the_step_where_it_diverged_does_not(page, tmp_p
 
 def test_warnings_of_several_runs_name_them_and_stand_out(page, tmp_path):
     folder = finished(tmp_path / "run")
-    add(folder, RunWarning("cut-off", 0, "All were cut off.", "Raise rollout.max_tokens."))
+    save(folder, [RunWarning("cut-off", 0, "All were cut off.", "Raise rollout.max_tokens.")])
     look(page, tmp_path, folder, make_run(tmp_path / "other"), tab="")
     assert page.inner_text("#main > .warnings li") == "run: All were cut off. Raise rollout.max_tokens."
     edge = page.eval_on_selector(".warnings li", "li => getComputedStyle(li).borderLeftColor")
@@ -223,7 +223,7 @@ def test_a_watched_report_shows_a_warning_when_it_is_said(page, served):
     folder, url = served
     page.goto(f"{url}/#result")
     see(page, "#main", "No held-out accuracy")
-    add(folder, RunWarning("no-spread", 5, "All rewards are equal.", "Raise group=."))
+    save(folder, [RunWarning("no-spread", 5, "All rewards are equal.", "Raise group=.")])
     see(page, ".warnings li", "All rewards are equal.")
 
 

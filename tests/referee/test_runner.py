@@ -1,6 +1,5 @@
 """Which runs are started when, on processes that are not there."""
 
-import io
 import json
 import signal
 from pathlib import Path
@@ -67,7 +66,7 @@ class Silent:
         self.status = status
 
 
-def carry_out(plan, behave=None, *, jobs=2, interrupted=lambda: False, slow=False, **more):
+def carry_out(plan, behave=None, *, jobs=2, interrupted=lambda: False, slow=False):
     """The runner at its end, with its processes; folders are shown as arm/seed."""
     processes = Fake(behave, slow)
     variants = [(arm, variant) for arm in plan.arms for variant in arm.variants]
@@ -76,7 +75,7 @@ def carry_out(plan, behave=None, *, jobs=2, interrupted=lambda: False, slow=Fals
             run = plan.run(arm, variant, seed)
             processes.runs[str(run.folder)] = run
     plan.folder.mkdir(exist_ok=True)
-    runner = Runner(plan, processes, Silent(), jobs, **more)
+    runner = Runner(plan, processes, Silent(), jobs)
     runner.run(interrupted)
     short = [run.removeprefix(str(plan.folder / "arms") + "/") for run in processes.started]
     assert processes.closed
@@ -240,8 +239,9 @@ def test_folders_that_are_no_runs_of_the_plan_are_left_alone(tmp_path):
     assert len(carry_out(make(tmp_path, "seeds=4"))[1]) == 2
 
 
-def test_hours_end_with_whole_seeds(tmp_path):
+def test_hours_end_with_whole_seeds(tmp_path, monkeypatch):
     now = [0.0]
+    monkeypatch.setattr(runner, "monotonic", lambda: now[0])
 
     def behave(run):
         now[0] += 60.0
@@ -249,11 +249,11 @@ def test_hours_end_with_whole_seeds(tmp_path):
         return 0
 
     plan = make(tmp_path, "seeds=9", f"hours={7.5 / 60}")
-    runner, started = carry_out(plan, behave, jobs=1, clock=lambda: now[0])
+    ended, started = carry_out(plan, behave, jobs=1)
     assert len(started) == 6
-    assert runner.out_of_time
-    assert "hours=0.125" in runner.view.notes[0]
-    assert len(carry_out(plan, behave, jobs=1, clock=lambda: now[0])[1]) == 6  # the same command goes on
+    assert ended.out_of_time
+    assert "hours=0.125" in ended.view.notes[0]
+    assert len(carry_out(plan, behave, jobs=1)[1]) == 6  # the same command goes on
 
 
 # Progress in lines
@@ -264,23 +264,24 @@ def first_run(tmp_path):
     return plan.run(plan.arms[0], plan.arms[0].variants[0], 0)
 
 
-def test_a_line_for_every_run_that_ends(tmp_path):
-    run, said = first_run(tmp_path), io.StringIO()
+def test_a_line_for_every_run_that_ends(tmp_path, capsys):
+    run = first_run(tmp_path)
     finish(run, 0.625)
-    progress, status = runner.Progress(file=said), Status(3, 4, [run, run], 125.0)
+    progress, status = runner.Progress(), Status(3, 4, [run, run], 125.0)
     progress.ended(run, RunResult.read(run.folder), "", status)
     progress.ended(run, None, "poise: \x1b[31mno space left", status)
     progress.note("note")
-    assert said.getvalue().splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "[3 done, 2 running, 4 left, 2:05 to the end] grpo, seed 0: accuracy 0.200 → 0.625, 100 tokens",
         r"[3 done, 2 running, 4 left, 2:05 to the end] grpo, seed 0: failed: poise: \x1b[31mno space left",
         "note",
     ]
 
 
-def test_nobody_is_left_without_a_line_for_long(tmp_path):
-    run, said, now = first_run(tmp_path), io.StringIO(), [0.0]
-    progress = runner.Progress(file=said, clock=lambda: now[0])
+def test_nobody_is_left_without_a_line_for_long(tmp_path, monkeypatch, capsys):
+    run, now = first_run(tmp_path), [0.0]
+    monkeypatch.setattr(runner, "monotonic", lambda: now[0])
+    progress = runner.Progress()
     progress.note("begun")
     for now[0] in (10.0, 29.0, 31.0, 40.0):
         progress.update(Status(0, 5, [run], None))
@@ -288,23 +289,22 @@ def test_nobody_is_left_without_a_line_for_long(tmp_path):
     now[0] = 62.0
     progress.update(Status(0, 0, [run] * 6, 90.0))
     step = "grpo, seed 0 (step 1/2)"
-    assert said.getvalue().splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "begun",
         "[0 done, 1 running, 5 left] grpo, seed 0 (accuracy before training)",
         f"[0 done, 6 running, 0 left, 1:30 to the end] {step}; {step}; {step}; {step} and 2 others",
     ]
 
 
-def test_a_diverged_run_says_where(tmp_path):
-    run, said = first_run(tmp_path), io.StringIO()
+def test_a_diverged_run_says_where(tmp_path, capsys):
+    run = first_run(tmp_path)
     finish(run, steps=1)
-    runner.Progress(file=said).ended(run, RunResult.read(run.folder), "", Status(1, 5, [], None))
-    assert said.getvalue().endswith("grpo, seed 0: diverged at step 2: the gradient is not finite\n")
+    runner.Progress().ended(run, RunResult.read(run.folder), "", Status(1, 5, [], None))
+    assert capsys.readouterr().err.endswith("grpo, seed 0: diverged at step 2: the gradient is not finite\n")
 
 
-def test_quiet_says_nothing(tmp_path):
-    said = io.StringIO()
-    progress = runner.Progress(quiet=True, file=said)
+def test_quiet_says_nothing(tmp_path, capsys):
+    progress = runner.Progress(quiet=True)
     progress.ended(first_run(tmp_path), None, "why", Status(0, 6, [], None))
     progress.note("note")
-    assert said.getvalue() == ""
+    assert capsys.readouterr().err == ""

@@ -9,13 +9,11 @@ from poise.runs.subscribers import warnings
 from poise.runs.subscribers.warnings import RunWarning
 
 
-def test_a_warning_is_kept_once_by_name_and_in_order(tmp_path):
+def test_warnings_are_kept_in_order(tmp_path):
     folder = RunFolder.create(tmp_path / "run", {})
     assert warnings.read(folder) == []
     first, second = RunWarning("b", 3, "What.", "Do."), RunWarning("a", 4, "More.", "Do more.")
-    assert warnings.add(folder, first)
-    assert warnings.add(folder, second)
-    assert not warnings.add(folder, RunWarning("b", 9, "Again.", "Do."))
+    warnings.save(folder, [first, second])
     assert warnings.read(RunFolder.open(folder.path)) == [first, second]
     assert str(first) == "warning after step 3: What.\n  Do."
     assert str(RunWarning("c", 0, "What.", "Do.")) == "warning: What.\n  Do."
@@ -23,7 +21,7 @@ def test_a_warning_is_kept_once_by_name_and_in_order(tmp_path):
 
 def test_a_run_that_never_began_leaves_none(tmp_path):
     folder = RunFolder.create(tmp_path / "run", {})
-    warnings.add(folder, RunWarning("a", 0, "What.", "Do."))
+    warnings.save(folder, [RunWarning("a", 0, "What.", "Do.")])
     folder.discard()
     assert not folder.path.exists()
 

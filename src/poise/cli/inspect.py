@@ -55,7 +55,7 @@ def _row(run: Listed) -> dict[str, Any]:
         "state": run.state,
         "steps": f"{run.steps}/{run.planned}" if run.planned else str(run.steps),
         "held-out": f"{_share(run.before)} → {_share(run.after)}{' (edited)' if run.edited else ''}",
-        **{name: getattr(run, name) for name in ("model", "task", "regulator", "algorithm")},
+        **run.settings,
         "when": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)),
     }
 

@@ -38,10 +38,7 @@ class Listed:
 
     folder: Path
     state: str  # training, finished, diverged, stopped or damaged
-    model: str
-    task: str
-    regulator: str
-    algorithm: str
+    settings: dict[str, str]  # model, task, regulator and algorithm
     steps: int
     planned: int | None
     before: float | None
@@ -59,6 +56,8 @@ def read(folder: Path) -> Listed:
     """Return the list entry of the run in a folder. If files are damaged, the state is "damaged"; nothing is raised."""
     settings, before, summary = (_read(folder, name) for name in ("config.json", "before.json", "summary.json"))
     task, diverged = settings.get("task"), _read(folder, "diverged.json")
+    named = {name: settings.get(name) for name in ("model", "task", "regulator", "algorithm")}
+    named["task"] = task.get("name") if isinstance(task, dict) else None
     steps, planned = _last_step(folder), settings.get("steps")
     ended = summary.get("steps") == steps and "after" in summary
     state = "stopped"
@@ -74,10 +73,7 @@ def read(folder: Path) -> Listed:
     return Listed(
         folder=folder,
         state=state,
-        model=_text(settings.get("model")),
-        task=_text(task.get("name") if isinstance(task, dict) else None),
-        regulator=_text(settings.get("regulator")),
-        algorithm=_text(settings.get("algorithm")),
+        settings={name: value if isinstance(value, str) else "?" for name, value in named.items()},
         steps=steps or 0,
         planned=planned if type(planned) is int else None,
         before=_accuracy(before),
@@ -125,7 +121,3 @@ def _last_step(folder: Path) -> int | None:
 def _accuracy(evaluation: Any) -> float | None:
     value = evaluation.get("accuracy") if isinstance(evaluation, dict) else None
     return float(value) if isinstance(value, int | float) and 0 <= value <= 1 else None
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "?"

@@ -8,12 +8,12 @@ a line to standard error when a run ends, and at least every 30 seconds.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TextIO
+from time import monotonic
+from typing import Any
 
 from poise._lib.errors import visible
 from poise._lib.files import dumps, remove, replacing
@@ -48,17 +48,14 @@ class Status:
 class Progress:
     """Prints the numbers of runs that are done, running and left, and the remaining time."""
 
-    def __init__(
-        self, *, quiet: bool = False, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._quiet, self._file, self._clock = quiet, file or sys.stderr, clock
-        self._last_line = clock()
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet, self._last_line = quiet, monotonic()
 
     def note(self, text: str) -> None:
         """Print a message."""
-        self._last_line = self._clock()
+        self._last_line = monotonic()
         if not self._quiet:
-            print(visible(text), file=self._file, flush=True)
+            print(visible(text), file=sys.stderr, flush=True)
 
     def ended(self, run: PlannedRun, result: RunResult | None, why: str, status: Status) -> None:
         """Print how a run ended: its result, or the reason ``why`` it has no result."""
@@ -66,7 +63,7 @@ class Progress:
 
     def update(self, status: Status) -> None:
         """Print the status if nothing was printed for 30 seconds."""
-        if status.running and self._clock() - self._last_line >= SILENCE:
+        if status.running and monotonic() - self._last_line >= SILENCE:
             runs = [f"{run.name} ({_stage(run)})" for run in status.running[:MOST_LISTED]]
             others = len(status.running) - len(runs)
             self.note(f"{status} {'; '.join(runs)}" + (f" and {others} others" if others else ""))
@@ -110,14 +107,13 @@ class Runner:
     processes: Processes
     view: Progress
     jobs: int
-    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._results: dict[Path, RunResult | None] = {}
         self._running: dict[Path, ActiveRun] = {}
         self._tries: dict[Path, int] = {}
         self._succeeded = 0
-        self._begin = self.clock()
+        self._begin = monotonic()
         self._seconds: list[float] = []  # the time of each run that this runner started and finished
         self.failures: dict[str, dict[str, Any]] = {}
         self.stopped = False
@@ -200,7 +196,7 @@ class Runner:
         self.failures.pop(str(run.folder), None)
         fresh = not (run.folder / "config.json").exists()
         self.processes.start(run.config, self.plan.log_of(run), self._before(run))
-        self._running[run.folder] = ActiveRun(run, self.clock(), fresh)  # the time starts after the imports
+        self._running[run.folder] = ActiveRun(run, monotonic(), fresh)  # the time starts after the imports
 
     def _before(self, run: PlannedRun) -> Path | None:
         """A file with the run's accuracy before training, if another run has measured it."""
@@ -208,7 +204,7 @@ class Runner:
 
     def _end(self, run_exit: RunExit) -> None:
         active = self._running.pop(run_exit.folder)
-        run, seconds = active.run, self.clock() - active.since
+        run, seconds = active.run, monotonic() - active.since
         self._results.pop(run.folder, None)
         result = self.result(run.folder)
         if result is not None:
@@ -256,7 +252,7 @@ class Runner:
         if runs and self._seconds:
             ahead = max((self._left_of_running() + len(runs) * self._mean()) / self.jobs, self._mean())
         hours = self.plan.settings.hours
-        if not self.out_of_time and self.clock() - self._begin + ahead > hours * 3600:
+        if not self.out_of_time and monotonic() - self._begin + ahead > hours * 3600:
             self.out_of_time = True
             self.view.note(f"hours={hours:g} leaves no time for another seed of all arms: no more runs will start")
         return self.out_of_time
@@ -266,7 +262,7 @@ class Runner:
 
     def _left_of_running(self) -> float:
         """Seconds of work left in the active runs."""
-        whole, now = self._mean(), self.clock()
+        whole, now = self._mean(), monotonic()
         return sum(max(whole - (now - each.since), 0.05 * whole) for each in self._running.values())
 
     def status(self) -> Status:

@@ -45,13 +45,9 @@ def read(folder: RunFolder) -> list[RunWarning]:
     return parse(folder.read_json(FILE), str(folder.path / FILE))
 
 
-def add(folder: RunFolder, warning: RunWarning) -> bool:
-    """Store a warning and return True, unless the run already has a warning of that name."""
-    known = read(folder)
-    if any(warning.name == old.name for old in known):
-        return False
-    folder.write_json(FILE, [asdict(each) for each in (*known, warning)])
-    return True
+def save(folder: RunFolder, warnings: Sequence[RunWarning]) -> None:
+    """Write the warnings of a run."""
+    folder.write_json(FILE, [asdict(each) for each in warnings])
 
 
 def parse(data: Any, path: str) -> list[RunWarning]:
@@ -273,12 +269,12 @@ class Watch:
     def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
         self._config, self._folder, self._say = config, folder, say
         self._lines: list[Mapping[str, float | None]] = []  # the metrics of every step so far
-        self._names: list[str] = []  # the names of the warnings so far
+        self._warnings: list[RunWarning] = []  # all warnings so far
 
     def on_start(self, state: State) -> None:
         """Read the steps and warnings so far, and check the conditions."""
         self._lines = list(self._folder.metrics())
-        self._names = [warning.name for warning in read(self._folder)]
+        self._warnings = read(self._folder)
         self._warn(state.step)
 
     def on_step(self, result: StepResult) -> None:
@@ -288,11 +284,10 @@ class Watch:
 
     def _warn(self, step: int) -> None:
         run = Progress(self._config, self._lines)
-        for entry in holding(run, self._names):
-            warning = RunWarning(entry.name, step, entry.what(run), entry.remedy(run))
-            add(self._folder, warning)
-            self._names.append(warning.name)
-            self._say(str(warning))
+        for entry in holding(run, [warning.name for warning in self._warnings]):
+            self._warnings.append(RunWarning(entry.name, step, entry.what(run), entry.remedy(run)))
+            save(self._folder, self._warnings)
+            self._say(str(self._warnings[-1]))
 
 
 def _numbers(lines: Sequence[Mapping[str, float | None]], name: str, count: int) -> list[float]:
