@@ -55,8 +55,9 @@ only take more and larger optimizer steps?
 
 This is a *miniature* of the authors' regime: SmolLM2-135M-Instruct adds numbers up to 60, with two mini-batches per
 batch, temperature 0.7, KL 0.001 and greedy evaluation. We committed the [plan](../experiments/miniature/README.md)
-beforehand: nine arms, ten seeds. But [ten of the 90 runs](../experiments/miniature/README.md#result-of-the-first-part)
-differ in two settings; without them AR's interval includes 1, Lopti's does not. Tuned rates are missing.
+beforehand: nine arms, ten seeds. [Ten of the 90 runs](../experiments/miniature/README.md#result-of-the-first-part)
+had to be repeated with the plan's settings. The part with tuned rates has only [two seeds per
+rate](../experiments/miniature/README.md#the-second-part-so-far) so far.
 
 ## What to do
 

@@ -22,6 +22,7 @@ from poise.referee.compare.speed import Curve, rising, speed_factor
 HERE = Path(__file__).parent
 CUT = 64
 PLANNED = 10  # seeds
+TUNING_SEEDS = 10_000  # the first of them
 LAST = slice(CUT - 8, CUT)  # the batches whose sampled answers the tables describe
 BASELINE = "grpo"
 ARMS = {  # the name of an arm by its regulator and rate
@@ -136,10 +137,27 @@ def tables() -> str:
     return "\n".join(lines)
 
 
+def tuning() -> str:
+    """The table of the second part's tuning runs, in Markdown."""
+    found: dict[tuple[str, float], list[float]] = defaultdict(list)
+    for run in json.loads((HERE / "tuned.json").read_text()).values():
+        if run["seed"] >= TUNING_SEEDS:
+            found[run["regulator"], run["lr"]].append(run["greedy"][str(CUT)])
+    rates = sorted({rate for _, rate in found})
+    lines = ["| arm | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "---|" * len(rates)]
+    for regulator in ("grpo", "grpo(passes=2)", "lopti(threshold=0.4)", "ar(alpha=0.2)"):
+        means = [100 * float(np.mean(found[regulator, rate])) for rate in rates]
+        cells = [f"**{mean:.1f} %**" if mean == max(means) else f"{mean:.1f} %" for mean in means]
+        lines.append(f"| {ARMS[regulator, 1.5e-6]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def written(page: str) -> str:
     """The page with these tables."""
-    between = r"(?s)(<!-- tables[^\n]*\n).*?(<!-- end -->)"
-    return re.sub(between, lambda found: f"{found[1]}{tables()}\n{found[2]}", page)
+    for name, table in (("tables", tables()), ("tuning", tuning())):
+        between = rf"(?s)(<!-- {name}:[^\n]*\n).*?(<!-- end -->)"
+        page = re.sub(between, lambda found, table=table: f"{found[1]}{table}\n{found[2]}", page)
+    return page
 
 
 def picture(path: Path) -> None:

@@ -141,12 +141,12 @@ def test_a_run_with_other_settings_than_the_plan_is_refused(tmp_path: Path, monk
     """As ten runs were not: the recipe that the plan builds on had changed."""
     monkeypatch.syspath_prepend(HERE)
     collect = importlib.import_module("collect")
-    config = collect.read_plan(str(HERE / "plan.yaml"), []).baseline.variants[0].config.model_dump(mode="json")
-    config["optim"]["lr"] = 3e-6
-    assert collect.other_settings(config) == []
+    plan = collect.planned("plan.yaml")
+    config = json.loads(json.dumps(plan["grpo @ 3e-06, seed 9"]))
+    assert collect.other_settings(config, plan) == []
     config["optim"] |= {"same_order": True, "average_over": 8}
-    assert collect.other_settings(config) == ["optim.same_order", "optim.average_over"]
+    assert collect.other_settings(config, plan) == ["optim.same_order", "optim.average_over"]
     (tmp_path / "summary.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit, match=r"optim\.same_order is not the plan"):
-        collect.run(tmp_path)
+    with pytest.raises(SystemExit, match=r"optim\.same_order, optim\.average_over: not the plan's"):
+        collect.run(tmp_path, plan)
