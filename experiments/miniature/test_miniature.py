@@ -76,8 +76,8 @@ def interval(logs: np.ndarray) -> tuple[float, float]:
 
 
 def row(name: str) -> list[str]:
-    """The cells of a row, by its first cell."""
-    (line,) = re.findall(rf"(?m)^\| {re.escape(name)} \|(.*)\|$", README)
+    """The cells of a row of the first part, by its first cell."""
+    (line,) = re.findall(rf"(?m)^\| {re.escape(name)} \|(.*)\|$", README.split("<!-- end -->")[0])
     return [cell.strip() for cell in line.split("|")]
 
 
