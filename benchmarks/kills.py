@@ -236,6 +236,22 @@ class Trial:
         }
 
 
+def result(trial: Trial, ends: list[dict[str, list[str]]]) -> dict[str, Any]:
+    """The counts over these ends."""
+    return {
+        "runs": len(ends),
+        "kills": sum(trial.kills.values()),
+        "kills_by_moment": dict(trial.kills),
+        "kills_by_phase": {name: trial.killed_in[name] for name in NAMES},
+        "identical_ends": sum(not any(end.values()) for end in ends),
+        "differences": [end for end in ends if any(end.values())],
+        "unreadable_checkpoints": (trial.place / "said").read_text().count("cannot be read"),
+        "files_compared": len(trial.expected),
+        "ticks_of_a_run": len(trial.ticks),
+        "seconds_of_a_run": round(trial.seconds, 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100)
@@ -245,24 +261,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
-        trial = Trial(Path(place), args.seed, args.device)
-        ends = [trial.end(number) for number in range(args.runs)]
-        result = {
-            "runs": args.runs,
-            "kills": sum(trial.kills.values()),
-            "kills_by_moment": dict(trial.kills),
-            "kills_by_phase": {name: trial.killed_in[name] for name in NAMES},
-            "identical_ends": sum(not any(end.values()) for end in ends),
-            "differences": [end for end in ends if any(end.values())],
-            "unreadable_checkpoints": (Path(place) / "said").read_text().count("cannot be read"),
-            "files_compared": len(trial.expected),
-            "ticks_of_a_run": len(trial.ticks),
-            "seconds_of_a_run": round(trial.seconds, 2),
-        }
-    text = json.dumps(result, indent=1)
+        trial, ends = Trial(Path(place), args.seed, args.device), list[dict[str, list[str]]]()
+        for number in range(args.runs):
+            ends.append(trial.end(number))
+            text = json.dumps(result(trial, ends), indent=1)
+            if args.out:
+                args.out.write_text(text + "\n")
+            print(f"run {number + 1}: {'other bytes' if any(ends[-1].values()) else 'identical'}", flush=True)
     print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -82,15 +82,15 @@ def main() -> None:
             gaps.append((batch.old_logp - batch.sampler_logp)[batch.mask].double().cpu())
             depths.append((batch.mask.cumsum(1) - 1)[batch.mask].double().cpu())
             probabilities.append(batch.old_logp[batch.mask].double().exp().cpu())
-    gap = torch.cat(gaps)
-    found: dict[str, Any] = {
-        "recipe": args.recipe, "settings": args.settings, **environment(resolve_device(config.device).type),
-        "by_depth": table(torch.cat(depths), gap, DEPTHS),
-        "by_probability": table(torch.cat(probabilities), gap, PROBABILITIES),
-    }  # fmt: skip
+            gap = torch.cat(gaps)
+            found: dict[str, Any] = {
+                "recipe": args.recipe, "settings": args.settings, **environment(resolve_device(config.device).type),
+                "by_depth": table(torch.cat(depths), gap, DEPTHS),
+                "by_probability": table(torch.cat(probabilities), gap, PROBABILITIES),
+            }  # fmt: skip
+            write(args.json, found, quiet=True)
     show("depth", found["by_depth"])
     show("probability", found["by_probability"])
-    write(args.json, found, quiet=True)
 
 
 if __name__ == "__main__":

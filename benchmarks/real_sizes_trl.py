@@ -68,7 +68,9 @@ class Batches(transformers.TrainerCallback):  # type: ignore[misc]
         self.begin, self.rows = 0.0, list[dict[str, Any]]()
 
     def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
-        """Start the clock."""
+        """Start the clock; what came before, such as vLLM's trial of its memory, belongs to no step."""
+        assert self.trainer is not None
+        self.trainer.peak()
         self.begin = now(args.device.type)
 
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:

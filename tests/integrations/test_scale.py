@@ -26,7 +26,9 @@ from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.trl_checks import check_config, check_trainer, period
 from poise.models.policy import EMBEDDED
 from poise.tasks.knights_knaves import KnightsKnaves
+from support import scale_command
 from support.pages import method_table
+from support.processes import launch
 from support.trl_runs import config
 
 SCALE = Path(__file__).parents[2] / "examples/scale"
@@ -128,6 +130,26 @@ def test_the_commands_of_the_page(words, monkeypatch):
     check_method(args, own.regulator)
     assert processes * args.per_device_train_batch_size * args.steps_per_generation == 64 * args.num_generations
     assert own.problems * 5 // 64 * period(args) == args.max_steps  # five epochs
+
+
+def on_one_node():
+    """The commands that need neither DeepSpeed nor several machines."""
+    return [words for words in launches() if "deepspeed" not in words[1] and "cluster" not in words[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", on_one_node(), ids=lambda words: "-".join([Path(words[1]).stem, *words[5:7]]))
+def test_the_commands_of_the_page_train(words, tmp_path, monkeypatch):
+    """As written, but in two processes without a GPU, with a small model and few steps."""
+    monkeypatch.chdir(SCALE.parents[1])
+    given = SMALL | {"output_dir": tmp_path, "logging_steps": 1, "save_strategy": "no"}
+    more = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    kind = "sharded" if yaml.safe_load(Path(words[1]).read_text())["distributed_type"] == "FSDP" else "whole"
+    launch(scale_command.__file__, tmp_path, kind, *words[words.index("examples/scale/trl_kk.py") + 1 :], *more)
+    logged = json.loads((tmp_path / "logged.json").read_text())
+    assert [row["step"] for row in logged] == [1, 2, 3, 4]
+    assert any(row["grad_norm"] for row in logged)
+    assert any(name.startswith("reg/") for name in logged[0])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -8,7 +8,7 @@ import sys
 import torch
 
 
-def launch(script, folder):
+def launch(script, folder, *words):
     """Two processes as ``accelerate launch --cpu`` starts one: it leaves the second to MPI, and here there is none.
 
     Command and environment are accelerate's own. They are made in this process: a launcher for each of the two would
@@ -22,7 +22,7 @@ def launch(script, folder):
         port = str(free.getsockname()[1])
     options = ["--cpu", "--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", "2"]
     options += ["--num_machines", "1", "--num_cpu_threads_per_process", "1", "--main_process_port", port]
-    asked = launch_command_parser().parse_args([*options, script, str(folder)])
+    asked = launch_command_parser().parse_args([*options, script, str(folder), *words])
     command, env = prepare_simple_launcher_cmd_env(asked)
     env |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "passive", "WORLD_SIZE": "2"}
     started = [

@@ -88,7 +88,8 @@ def _check_settings(say: Say, overrides: Sequence[str], config_path: Path | None
             config = compose(name, overrides=list(overrides))
         return _check_config(say, config)
     except (ValueError, TypeError, AssertionError, HydraException, OmegaConfBaseException) as error:
-        say(f"REFUSED: {error}")
+        cause = error.__cause__  # of hydra's error about an object that it could not build
+        say(f"REFUSED: {cause if isinstance(cause, CannotRegulateError) else error}")
         return False
 
 
