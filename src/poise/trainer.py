@@ -23,7 +23,7 @@ from poise.runs.subscribers.summary import Summary, finished, show
 from poise.runs.subscribers.warnings import Watch
 from poise.runs.trackers import check_trackers, tracking
 from poise.sampling.draws import derived_seed
-from poise.sampling.trajectories import collect, metrics_of
+from poise.sampling.trajectories import Trajectory, collect, metrics_of
 from poise.tasks import training_problems
 from poise.training.batches import drop_failed, phases_of
 from poise.training.building import Components, build
@@ -150,44 +150,57 @@ class Trainer:
             yield result
 
     def step(self, state: State) -> StepResult:
-        """Run one step (problems, trajectories, batch, phases, update) and return its result with the metrics."""
-        config, clock, number = self.config, Clock(), state.step + 1
-        seed, task = derived_seed(config.seed, number), self.sampler.task
-        sampler = self.sampler.at(state.progress(config, task))
+        """Run one step: sample trajectories, then learn from them. Return its result with the metrics."""
+        clock, seed = Clock(), derived_seed(self.config.seed, state.step + 1)
+        state, trajectories, counted = self._sample(state, seed, clock)
+        if trajectories:
+            return self._learn(state, trajectories, counted, seed, clock)
+        self.checkpoints.weights_of = state.step  # there is nothing to learn from, so the weights do not change
+        ending = state.ending(self.config.steps, self.config.budget)
+        return StepResult(state, counted | {"optim/steps": 0.0}, clock, ending)
+
+    def _sample(self, before: State, seed: int, clock: Clock) -> tuple[State, list[Trajectory], dict[str, float]]:
+        """Draw the step's problems, and sample trajectories for them.
+
+        Return the state after the step, the trajectories with a score (none if no reward applied), and the counts.
+        """
+        config, task, number = self.config, self.sampler.task, before.step + 1
+        sampler = self.sampler.at(before.progress(config, task))
         with clock("problems"):
             problems = training_problems(
                 task, seed=config.seed, step=number, step_seed=seed, count=config.prompts, fits=sampler.fits
             )
         trajectories, memory = collect(
-            self.algorithm, problems, sampler, seed, state.memory, name=config.algorithm, advantage=self.advantage
+            self.algorithm, problems, sampler, seed, before.memory, name=config.algorithm, advantage=self.advantage
         )
         clock.spent |= sampler.counts.seconds
         trajectories, failures = drop_failed(trajectories, self.advantage)
-        state = State(number, state.tokens + sampler.counts.tokens.total(), memory)
-        ending = state.ending(config.steps, config.budget)
+        state = State(number, before.tokens + sampler.counts.tokens.total(), memory)
+        return state, trajectories, {**counted_metrics(sampler.counts), **failures, "tokens/total": state.tokens}
+
+    def _learn(
+        self, state: State, trajectories: list[Trajectory], counted: dict[str, float], seed: int, clock: Clock
+    ) -> StepResult:
+        """Build the batch, run the regulator, and update the policy in the phases that it returns."""
+        config = self.config
         with clock("regulate"):
-            batch = self.make_batch(trajectories) if trajectories else None
-        metrics = {} if batch is None else response_metrics(trajectories, batch, config.objective)
-        metrics |= {**counted_metrics(sampler.counts), **failures, "tokens/total": state.tokens}
-        if batch is None:  # no reward applied, so there is nothing to train on
-            self.checkpoints.weights_of = number  # the step leaves the weights unchanged
-            return StepResult(state, metrics | {"optim/steps": 0.0}, clock, ending)
-        metrics |= metrics_of(self.algorithm, trajectories)
-        with clock("regulate"):
+            batch = self.make_batch(trajectories)
             regulated = phases_of(
                 self.regulator, trajectories, batch, drop_equal_groups=config.drop_equal_groups, name=config.regulator
             )
             if isinstance(batch.hidden, HiddenStates):
                 batch.hidden.forget()  # the update needs the memory
-        surrogate = str(config.objective.surrogate)
+        metrics = response_metrics(trajectories, batch, config.objective) | counted
+        metrics |= metrics_of(self.algorithm, trajectories)
         with (
             clock("update"),
-            self.checkpoints.updating(number),
-            blamed("objective.surrogate", surrogate, raised_there=True),
+            self.checkpoints.updating(state.step),
+            blamed("objective.surrogate", str(config.objective.surrogate), raised_there=True),
         ):
-            set_learning_rate(self.optimizer, config.optim, number)
+            set_learning_rate(self.optimizer, config.optim, state.step)
             metrics |= update(self.policy, self.optimizer, regulated.batch, regulated.phases, self.plan, seed)
         metrics |= regulated.metrics
+        ending = state.ending(config.steps, config.budget)
         return StepResult(state, metrics, clock, ending, trajectories, batch, regulated.phases, regulated.rows)
 
     @contextmanager

@@ -6,6 +6,7 @@ import pytest
 
 from poise import trainer
 from poise.runs.folder import RunFolder
+from poise.runs.subscribers import evaluation_schedule
 from poise.training.steps import State
 from support.small_runs import make, parameters
 
@@ -72,6 +73,26 @@ def test_a_callback_ends_a_run_at_its_start_which_resumes_bit_for_bit(tmp_path, 
     assert "a callback ended" not in capsys.readouterr().out
     ended, expected = (parameters(RunFolder(config.run)) for config in (cut, whole))
     assert all(value.equal(ended[name]) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("callback", "steps", "measured"),
+    [
+        ({"on_start": lambda _: False}, 0, 1),  # before training
+        ({"on_step": lambda _: False}, 1, 2),  # before training, and after step 1, where an evaluation is due
+    ],
+)
+def test_a_run_that_a_callback_ends_measures_the_same_weights_once(tmp_path, monkeypatch, callback, steps, measured):
+    calls, real = [], evaluation_schedule.held_out
+    monkeypatch.setattr(evaluation_schedule, "held_out", lambda *args: calls.append(1) or real(*args))
+    config = make(tmp_path, *QUICK, "evaluation={problems: 3, every: 1}", "steps=3")
+    summary = trainer.train(config, quiet=True, callbacks=[SimpleNamespace(**callback)])
+    assert (summary["steps"], len(calls)) == (steps, measured)
+    assert summary["after"]["n"] == 3
+    if steps:
+        assert RunFolder(config.run).metrics()[-1]["eval/kk/greedy"] == summary["after"]["greedy"]
+    else:
+        assert summary["before"] == summary["after"]
 
 
 def test_a_callback_that_raises_loses_no_step(tmp_path):

@@ -6,6 +6,7 @@ A signal ends an evaluation at once. A resumed run repeats the whole evaluation,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import nan
 from typing import Any
 
@@ -47,6 +48,7 @@ class EvaluationSchedule:
         self.before = before
         self.after: Evaluation | None = None
         self._state = State()  # the state after the newest step
+        self._newest: tuple[int, int, Evaluation] | None = None  # the newest evaluation, with its step and seed
 
     def on_start(self, state: State) -> bool:
         """Evaluate before training, or repeat an interrupted evaluation. Return False if the goal is reached."""
@@ -64,9 +66,13 @@ class EvaluationSchedule:
             self.folder.log_more(result.state.step, measured)
         return not self.goal_reached(result.metrics)
 
-    def on_end(self, _: State) -> None:
-        """Evaluate after training."""
-        self.after = self.measure()
+    def on_end(self, state: State) -> None:
+        """Evaluate after training, unless a callback ended the run just after an evaluation of the same weights."""
+        match self._newest:
+            case (state.step, self.config.evaluation.seed, evaluation):
+                self.after = evaluation
+            case _:
+                self.after = self.measure()
 
     def measure(self, seed: int | None = None) -> Evaluation:
         """Evaluate now, with the given seed or the settings' seed. A stop request raises KeyboardInterrupt.
@@ -82,6 +88,7 @@ class EvaluationSchedule:
             sampler = self.sampler.at(self._state.progress(self.config, task))
             evaluation = held_out(sampler, self.config, self._progress, problems, seed)
             self.console.note(f"  {evaluation.in_short()}")
+            self._newest = self._state.step, seed, replace(evaluation, attempts=())
             return evaluation
 
     def during(self) -> dict[str, float]:
