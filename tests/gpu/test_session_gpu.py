@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from poise._lib import device as _device
-from poise.models.attention import text_over_keys, text_over_slots
+from poise.models.attention import over_slots, text_over_keys
 from poise.sampling.draws import Sampling
 from poise.sampling.native.engine import NativeEngine, continues
 from poise.sampling.requests import Request
@@ -32,7 +32,7 @@ def test_attention_of_a_text_to_slots(heads, shared, width, window, dtype):
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     slots = torch.tensor([*rows, rows[-1] + 1]) * 150
     starts_q, starts_k, ends = (x.to("cuda", torch.int32) for x in (starts, slots, torch.tensor(used)))
-    found = text_over_slots(query, keys, values, starts_q, starts_k, ends, max(lengths), None, window)
+    found = over_slots(query, keys, values, starts_q, starts_k, ends, None, window, max(lengths))
     for row, start, length, end in zip(rows, starts.tolist(), lengths, used, strict=False):
         own = [x[row, :end].transpose(0, 1).double() for x in (keys, values)]
         exact = text_over_keys(query[start : start + length].double(), *own, None, window)

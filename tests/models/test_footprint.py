@@ -69,7 +69,7 @@ def test_a_device_that_is_too_small_is_refused_before_weights_are_loaded(tmp_pat
 
 def test_a_device_that_suffices_or_does_not_tell_is_taken(monkeypatch):
     least = Footprint.of("embedded", device="cpu", dtype="float32")
-    for room in (least.total, None):
+    for room in (least.total, 0):
         monkeypatch.setattr(footprint, "total_bytes", lambda _, room=room: room)
         least.check("embedded", "cpu")
     monkeypatch.setattr(footprint, "total_bytes", lambda _: least.total - 1)

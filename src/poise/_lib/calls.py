@@ -59,11 +59,6 @@ def _literal(node: ast.expr, source: str, setting: str = "") -> Any:
         raise _NoLiteralError(f"{source_text}: write a number, true, false, null, a list, or text in quotes") from None
 
 
-def split_bars(text: str) -> list[str]:
-    """Split at each ``|`` outside brackets and quotes."""
-    return split_outside(text, "|")
-
-
 def split_outside(text: str, separator: str) -> list[str]:
     """Split at each ``separator`` (one character) outside brackets and quotes."""
     parts, depth, quote, start = [], 0, "", 0

@@ -28,14 +28,11 @@ class NotRepeatableError(UserError, RuntimeError):
 
 @contextmanager
 def deterministic(device: torch.device, held: int | None) -> Iterator[None]:
-    """Within this context, CUDA computes the same bits from the same inputs. On a CPU it does nothing.
+    """Within this context, a CUDA device computes the same bits from the same inputs.
 
     ``held`` is the number of bytes that the run holds on the device from start to end, computed from its settings
     alone. If it is None, half of the device's memory is assumed.
     """
-    if device.type != "cuda":
-        yield
-        return
     fix_workspace()
     fix_inductor()
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -43,9 +40,8 @@ def deterministic(device: torch.device, held: int | None) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass has no deterministic form
-    total = _device.total_bytes(device) or 0
     try:
-        with _device.planned(total // 2 if held is None else held):
+        with _device.planned(_device.total_bytes(device) // 2 if held is None else held):
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

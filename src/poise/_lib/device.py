@@ -49,18 +49,15 @@ def free_bytes(device: torch.device) -> int:
     Inside ``planned``, the result is a fixed share of the memory that the run does not hold, whatever is free now.
     """
     if _held is not None:
-        return max(0, int(PLANNED_SHARE * ((total_bytes(device) or 0) - _held)))
+        return max(0, int(PLANNED_SHARE * (total_bytes(device) - _held)))
     used = torch.cuda.memory_allocated(device)
     unused = torch.cuda.memory_reserved(device) - used
-    return min(int(torch.cuda.mem_get_info(device)[0]) + unused, max(0, (total_bytes(device) or 0) - used))
+    return min(int(torch.cuda.mem_get_info(device)[0]) + unused, max(0, total_bytes(device) - used))
 
 
 @contextmanager
 def planned(held: int) -> Iterator[None]:
-    """Within this context, memory decisions depend on the run's settings, not on the memory that is free now.
-
-    ``held`` is the number of bytes that the run holds by its settings.
-    """
+    """Within this context, memory decisions depend on the ``held`` bytes of the run, not on the memory that is free."""
     global _held
     before, _held = _held, held
     try:
@@ -74,15 +71,15 @@ def is_planned() -> bool:
     return _held is not None
 
 
-def total_bytes(device: torch.device) -> int | None:
-    """The memory that this process may use on the device; None if the system does not report it."""
+def total_bytes(device: torch.device) -> int:
+    """The memory that this process may use on the device; 0 if the system does not report it."""
     if device.type == "cuda":
         share = torch.cuda.get_per_process_memory_fraction(device.index)
         return int(share * torch.cuda.get_device_properties(device).total_memory)
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows
-        return None
+        return 0
 
 
 def limit_memory(device: torch.device, share: float) -> None:
@@ -92,10 +89,10 @@ def limit_memory(device: torch.device, share: float) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Let the host's heap keep freed memory for the next allocation.
+    """Let the host's heap keep freed memory for the next allocation. Return False if the C library cannot do this.
 
-    Return False if the C library does not support this. By default glibc returns the memory to the system when an
-    update frees its activations, and the system clears every page again when the next update touches it.
+    By default glibc returns the memory to the system when an update frees its activations, and the system clears every
+    page again when the next update touches it.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -131,10 +128,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """``out = a b`` or ``out += a b``.
-
-    Operands may be half precision; accumulation is in the dtype of ``out``.
-    """
+    """``out = a b`` or ``out += a b``, accumulated in the dtype of ``out``. Operands may be half precision."""
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(add), out=out)
     elif out.is_cuda:
@@ -145,10 +139,7 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """On exit, restore all global random number generators.
-
-    A task or a reward may draw from them.
-    """
+    """On exit, restore all global random number generators. A task or a reward may draw from them."""
     import numpy  # torch does not require it
 
     states = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - user code may draw from it

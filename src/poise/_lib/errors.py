@@ -9,6 +9,7 @@ import reprlib
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from math import inf
 from numbers import Real
 
 # How to install an extra, for messages. CONTRIBUTING.md, "Release", has the command for the package index.
@@ -57,9 +58,9 @@ def misspelt(name: str, names: Iterable[str]) -> str | None:
     return near[0] if near else None
 
 
-def counted(count: int, one: str, several: str | None = None) -> str:
-    """A number and its noun: "1 row", "1,200 rows". ``several`` is the plural, by default ``one`` with an s."""
-    return f"{count:,} {one if count == 1 else several or one + 's'}"
+def counted(count: int, noun: str) -> str:
+    """A number and its noun: "1 row", "1,200 rows"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def bytes_text(size: float) -> str:
@@ -72,13 +73,7 @@ def how_to_install(extra: str) -> str:
     return INSTALL.format(extra=extra)
 
 
-def check_range(
-    owner: str,
-    name: str,
-    value: float,
-    low: float = float("-inf"),
-    high: float = float("inf"),
-) -> None:
+def check_range(owner: str, name: str, value: float, low: float = -inf, high: float = inf) -> None:
     """Raise an error unless ``low <= value <= high``. Also refuses NaN, booleans and text."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: {name} must be a number, got {short(value)}")
@@ -86,7 +81,7 @@ def check_range(
         raise ValueError(f"{owner}: {name} must be between {low} and {high}, got {short(value)}")
 
 
-def check_whole(owner: str, name: str, value: int, low: int, high: float = float("inf")) -> None:
+def check_whole(owner: str, name: str, value: int, low: int, high: float = inf) -> None:
     """Raise an error unless ``value`` is a whole number from ``low`` to ``high``."""
     check_range(owner, name, value, low, high)
     if not isinstance(value, int):
@@ -101,10 +96,7 @@ def check_choice(owner: str, name: str, value: str, allowed: Iterable[str]) -> N
 
 
 def check_settings(name: str, settings: Iterable[str], allowed: Iterable[str], hint: str = "") -> None:
-    """Raise TypeError if ``settings`` has a name that is not in ``allowed``.
-
-    ``hint`` is added at the end of the message.
-    """
+    """Raise TypeError if ``settings`` has a name that is not in ``allowed``. ``hint`` ends the message."""
     options = list(allowed)
     for key in settings:
         if key not in options:
@@ -133,11 +125,12 @@ IGNORABLE = frozenset(
 
 def visible(text: str) -> str:
     """Replace control and invisible characters by escapes such as ``\\x1b``. Line breaks stay."""
-    return "".join(c if c == "\n" or (c.isprintable() and c not in IGNORABLE) else _escape(c) for c in text)
-
-
-def _escape(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")
+    return "".join(
+        char
+        if char == "\n" or (char.isprintable() and char not in IGNORABLE)
+        else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
 
 
 def complain(text: str) -> None:

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from poise._lib import live
-from poise._lib.calls import split_bars
+from poise._lib.calls import split_outside
 from poise._lib.errors import UserError, check_settings, unknown
 from poise._lib.files import remove
 from poise._lib.fingerprint import files, fingerprint, hashes, in_place, module_files, shadowed
@@ -179,7 +179,7 @@ def is_foreign(name: str) -> bool:
 def _paths(value: Any) -> list[str]:
     """The names in the value of a setting: ar and mine.py:Mine in ``"ar | mine.py:Mine(power=2)"``."""
     if isinstance(value, str):
-        return [part.partition("(")[0].strip() for part in split_bars(value)]
+        return [part.partition("(")[0].strip() for part in split_outside(value, "|")]
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):

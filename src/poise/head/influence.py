@@ -32,7 +32,6 @@ from poise.head import influence_elementwise as in_torch
 from poise.head.influence_elementwise import Rows, stored
 from poise.lm_head import Head, HeadLike, as_head
 
-Tokens = tuple[Tensor, Tensor]  # hidden (N, d), targets (N,)
 Form = Literal["auto", "pair", "linear"]
 
 

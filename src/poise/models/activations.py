@@ -91,16 +91,9 @@ def measure(model: Any, prompt: int, response: int, group: int) -> Activations |
         return None
     device = torch.device("meta")
     packed = layout_group(Prompt((0,) * prompt), [response] * min(group, MOST_ROWS), device)
-    counter, shapes = _Counter(trunk), _Shapes()
+    counter, recorder = _Counter(trunk), attention.ShapeRecorder()
     with counter, torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda kept: kept):
-        states = trunk(
-            input_ids=packed.ids,
-            position_ids=packed.positions,
-            attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device),
-            use_cache=False,
-            packing=packed,
-            decoding=shapes,
-        ).last_hidden_state
+        states = attention.run(trunk, packed.ids, packed.positions, packing=packed, decoding=recorder)
     count, size, weight = packed.ids.shape[1], states.element_size(), head.weight
     return Activations(
         layers=len(counter.layers),
@@ -110,7 +103,7 @@ def measure(model: Any, prompt: int, response: int, group: int) -> Activations |
         states=states.shape[-1] * size,
         logits=weight.shape[0] * size,
         head_gradient=weight.numel() * 4 if weight.requires_grad else 0,
-        cache=size * sum(shapes.widths.values()),
+        cache=size * sum(heads * (key + value) for heads, key, value in recorder.shapes.values()),
     )
 
 
@@ -158,13 +151,3 @@ def _bytes(storages: Storages) -> int:
 
 def _storage(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)  # on the meta device all addresses are 0
-
-
-class _Shapes:
-    """A stand-in for an engine's KV cache. It records the number of key and value elements per token in each layer."""
-
-    def __init__(self) -> None:
-        self.widths: dict[int, int] = {}
-
-    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self.widths[layer] = key.shape[0] * (key.shape[2] + value.shape[2])

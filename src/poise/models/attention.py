@@ -29,6 +29,32 @@ _kernel = torch.ops.aten._flash_attention_forward
 LAYERS = {"full_attention", "sliding_attention"}
 
 
+Shape = tuple[int, int, int]  # of a layer's keys and values: key heads, width of a key, width of a value
+
+
+def run(trunk: nn.Module, ids: Tensor, positions: Tensor, mask: Tensor | None = None, **keywords: object) -> Tensor:
+    """(…, d) hidden states of a pass whose layers pass ``packing=`` or ``decoding=`` on to ``attention``.
+
+    transformers passes a four-dimensional ``mask`` on unchanged, and builds no other mask.
+    """
+    mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=ids.device) if mask is None else mask
+    states: Tensor = trunk(
+        input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, **keywords
+    ).last_hidden_state
+    return states
+
+
+class ShapeRecorder:
+    """A stand-in for an engine's KV cache. It records the shapes of every layer's keys and values."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, Shape] = {}
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Record the shapes of the keys and values (G, L, D)."""
+        self.shapes[layer] = (key.shape[0], key.shape[2], value.shape[2])
+
+
 class Decoding(Protocol):
     """An engine's KV cache, as the attention function uses it."""
 
@@ -209,42 +235,26 @@ def over_slots(
     used: Tensor,
     scale: float | None,
     window: int | None,
+    longest_q: int | None = None,
 ) -> Tensor:
     """Attention of (n, H, D) queries, one per slot, over the first ``used`` (n,) of (n, length, G, D) keys.
 
     Each query belongs to the token of the last used key. ``starts_q`` has the boundaries of queries (0, 1, …),
     ``starts_k`` the boundaries of slots (0, length, …). ``used``, ``starts_q`` and ``starts_k`` are int32.
+
+    With ``longest_q``, a slot has up to this number of queries, which belong to the tokens of its last keys. Only the
+    flash kernel supports this.
     """
-    if _has_kernel(q, values):
-        # The query belongs to the last key, so a causal mask would hide nothing. Without a mask, the kernel reads a key
-        # once for all query heads that share it.
-        packed = q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1)
-        return _run_kernel(*packed, starts_q, starts_k, 1, keys.shape[1], scale, window, causal=False, used=used)
+    if longest_q is not None or _has_kernel(q, values):
+        # A single query belongs to the last key, so a causal mask would hide nothing. Without a mask, the kernel reads
+        # a key once for all query heads that share it.
+        packed, longest = (q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1)), (longest_q or 1, keys.shape[1])
+        causal = longest_q is not None
+        return _run_kernel(*packed, starts_q, starts_k, *longest, scale, window, causal=causal, used=used)
     distance = used[:, None] - 1 - torch.arange(keys.shape[1], device=q.device)
     allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     k, v = (repeat_kv(x.transpose(1, 2), q.shape[1] // x.shape[2]) for x in (keys, values))
     return scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=allowed[:, None, None], scale=scale)[:, :, 0]
-
-
-def text_over_slots(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    used: Tensor,
-    longest_q: int,
-    scale: float | None,
-    window: int | None,
-) -> Tensor:
-    """Attention of (L, H, D) packed queries, several per slot, over (n, length, G, D) keys, by the flash kernel.
-
-    Slot i uses its first ``used[i]`` keys; its queries belong to the last of these keys' tokens. ``starts_q`` has the
-    boundaries of the slots' queries, ``starts_k`` (n + 1,) the boundaries of the slots. ``used``, ``starts_q`` and
-    ``starts_k`` are int32.
-    """
-    packed = q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1)
-    return _run_kernel(*packed, starts_q, starts_k, longest_q, keys.shape[1], scale, window, used=used)
 
 
 def text_over_keys(q: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None) -> Tensor:

@@ -111,7 +111,7 @@ class Footprint:
 
     def room(self, device: torch.device) -> float:
         """The bytes that the device has left for passes and the cache."""
-        return USABLE_SHARE * (total_bytes(device) or 0) - self.total
+        return USABLE_SHARE * total_bytes(device) - self.total
 
     @property
     def least(self) -> int:
@@ -124,9 +124,7 @@ class Footprint:
     def fits(self, device: torch.device) -> bool:
         """Whether the run may fit on the device. On CUDA this includes the smallest pass."""
         room = total_bytes(device)
-        if room is None:
-            return True
-        return self.least <= USABLE_SHARE * room if device.type == "cuda" else self.total <= room
+        return not room or (self.least <= USABLE_SHARE * room if device.type == "cuda" else self.total <= room)
 
     def check(
         self, name: str, device: str, others: Callable[[], Iterable[tuple[str, Footprint | None]]] = tuple
@@ -144,7 +142,7 @@ class Footprint:
         needs = f"training takes at least {self}"
         if place.type == "cuda" and self.least > self.total:
             needs += f", and {bytes_text(self.least - self.total)} for a pass of a single response"
-        room = bytes_text(total_bytes(place) or 0)
+        room = bytes_text(total_bytes(place))
         usable = f", of which {USABLE_SHARE:.0%} can be used" if place.type == "cuda" else ""
         raise ModelError(f"model={name}: {needs}, and {place} has {room}{usable}: {', or '.join(remedies)}")
 

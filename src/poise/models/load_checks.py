@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from poise.sampling.requests import Completion
 if TYPE_CHECKING:
     from poise.models.policy import Policy
 
+T = TypeVar("T")
 WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size")
 SHORT = 3  # tokens in a shortened window
 LARGE_LOGIT = 300.0  # far above any soft-cap in use, far below the range of float16
@@ -116,13 +117,18 @@ def passes_agree(policy: Policy) -> bool:
         for prompt, row in zip(prompts, rows, strict=True):
             text = torch.cat([torch.tensor(prompt.tokens), row[:-1]])[None].to(device)
             alone.append(states_of(policy, text)[:, len(prompt.tokens) - 1 :])
-        try:
-            together = policy.hidden(batch)
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            return False  # the model does not accept the keywords of a packed pass, or ignores them
-    return states_close(together, torch.cat(alone, 1), policy.head().weight.dtype)
+        together = tried(lambda: policy.hidden(batch))
+    return together is not None and states_close(together, torch.cat(alone, 1), policy.head().weight.dtype)
+
+
+def tried(trial: Callable[[], T]) -> T | None:
+    """The result of ``trial``; None if the model's code fails, for example because it does not know an argument."""
+    try:
+        return trial()
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 def states_of(policy: Policy, ids: Tensor) -> Tensor:

@@ -70,8 +70,7 @@ def load_model(
     template: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Load the model, on its device and in evaluation mode, and its tokenizer. The settings are ``load_policy``'s."""
-    hub_id, revision = split_revision(name)
-    source = locate(hub_id)
+    source, common = _source(name, remote_code)
     folder = Path(source)
     verify_model(folder)
     if (folder / "adapter_config.json").exists():
@@ -81,7 +80,6 @@ def load_model(
     if live.is_name(name):
         model, tokenizer = live.get(name).copy(name, torch_dtype, template)
     else:
-        common = {"trust_remote_code": remote_code, "revision": revision or "main"}
         tokenizer = _load_tokenizer(name, source, common, template)
         model = _load_weights(name, source, torch_dtype, common)
     _check_vocabulary(name, model, tokenizer)
@@ -233,11 +231,9 @@ def load_tokenizer(
     """Load the model's tokenizer without the model. Returns it with the tokens that end a response."""
     import transformers
 
-    hub_id, revision = split_revision(name)
-    source = locate(hub_id)
+    source, common = _source(name, remote_code)
     if (base := adapted_model(Path(source))) is not None:
         return load_tokenizer(base, remote_code=remote_code, template=template)
-    common = {"trust_remote_code": remote_code, "revision": revision or "main"}
     tokenizer = _load_tokenizer(name, source, common, template)
     try:
         generation = transformers.GenerationConfig.from_pretrained(source, revision=common["revision"])
@@ -246,6 +242,12 @@ def load_tokenizer(
     ends = generation.eos_token_id
     end_tokens = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     return tokenizer, sorted(end_tokens)
+
+
+def _source(name: str, remote_code: bool) -> tuple[str, dict[str, Any]]:
+    """The model's folder or hub id, and the arguments of ``from_pretrained`` for all of its parts."""
+    hub_id, revision = split_revision(name)
+    return locate(hub_id), {"trust_remote_code": remote_code, "revision": revision or "main"}
 
 
 def _load_tokenizer(name: str, source: str, common: dict[str, Any], template: Mapping[str, Any] | None) -> Any:
@@ -311,13 +313,11 @@ def configuration(name: str, remote_code: bool = False) -> Any:
     """The configuration of a model; for an adapter, of its base model."""
     import transformers
 
-    hub_id, revision = split_revision(name)
-    source = locate(hub_id)
+    source, common = _source(name, remote_code)
     if live.is_name(source):
         return live.get(source).model.config
     if (base := adapted_model(Path(source))) is not None:
         return configuration(base, remote_code)
-    common: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": remote_code}
     if not Path(source).is_dir():
         check_hub(source, common["revision"])
     config = transformers.AutoConfig.from_pretrained(source, **common)

@@ -236,17 +236,8 @@ class Policy:
 
     def _packed_states(self, packed: Packed) -> Tensor:
         """(L, d) hidden states of the packed tokens."""
-        # transformers passes a 4-dimensional mask on unchanged, and builds no L × L mask.
-        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         with layers.checkpointed(self.trunk) if self.checkpointing else nullcontext():
-            states: Tensor = self.trunk(
-                input_ids=packed.ids,
-                position_ids=packed.positions,
-                attention_mask=mask,
-                use_cache=False,
-                packing=packed,
-            ).last_hidden_state[0]
-        return states
+            return attention.run(self.trunk, packed.ids, packed.positions, packing=packed)[0]
 
     def padded_states(self, batch: TokenBatch) -> Tensor:
         """(B, T, d) hidden states of the prompt's last token, then of all response tokens except the last.
@@ -255,30 +246,37 @@ class Policy:
         responses on this cache.
         """
         assert batch.targets is not None
-        extents, prompt_numbers = extents_of(batch), dict[Prompt, int]()
-        prompt_B = [prompt_numbers.setdefault(extent.prompt, len(prompt_numbers)) for extent in extents]
-        ids, prompt_mask = pad_left([prompt.tokens for prompt in prompt_numbers], self.device)
-        positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-        cache = DynamicCache(config=self.trunk.config)
-        last_prompt_states = self.trunk(
-            input_ids=ids, attention_mask=prompt_mask, position_ids=positions, past_key_values=cache, use_cache=True
-        ).last_hidden_state[:, -1:]
-        index = torch.tensor(prompt_B, device=self.device)
+        extents, cache = extents_of(batch), DynamicCache(config=self.trunk.config)
+        last_states, prompt_mask = self.read_prompts([extent.prompt for extent in extents], cache)
         count, width = max(extent.length for extent in extents) - 1, batch.mask.shape[1]
         if count <= 0:
-            return torch.nn.functional.pad(last_prompt_states[index], (0, 0, 0, width - 1))
-        cache.batch_select_indices(index)
+            return torch.nn.functional.pad(last_states[:, None], (0, 0, 0, width - 1))
         lengths = send([extent.length for extent in extents], self.device)
         inputs, mask = batch.targets[:, :count], torch.arange(1, count + 1, device=self.device) < lengths[:, None]
         states = self.trunk(
             input_ids=torch.where(mask, inputs, 0),
-            attention_mask=torch.cat([prompt_mask[index], mask], 1),
-            position_ids=prompt_mask.sum(1)[index][:, None] + torch.arange(count, device=self.device),
+            attention_mask=torch.cat([prompt_mask, mask], 1),
+            position_ids=prompt_mask.sum(1)[:, None] + torch.arange(count, device=self.device),
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
-        states = torch.cat([last_prompt_states[index], states], 1)
+        states = torch.cat([last_states[:, None], states], 1)
         return torch.nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
+
+    def read_prompts(self, prompts: Sequence[Prompt], cache: DynamicCache) -> tuple[Tensor, Tensor]:
+        """Run each distinct prompt through the model once, padded on the left; ``cache`` then has a row per prompt.
+
+        Returns the hidden states of the prompts' last tokens (B, d), and the mask of the padded prompts (B, L).
+        """
+        numbers: dict[Prompt, int] = {}
+        prompt_B = send([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], self.device)
+        ids, mask = pad_left([prompt.tokens for prompt in numbers], self.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        states = self.trunk(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        ).last_hidden_state[:, -1]
+        cache.batch_select_indices(prompt_B)
+        return states[prompt_B], mask[prompt_B]
 
     def score(
         self, batch: TokenBatch, temperature: float = 1.0, states_N: Tensor | None = None

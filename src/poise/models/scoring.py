@@ -32,7 +32,7 @@ class HiddenStates:
         self.kept: dict[int, Tensor] = {}  # row → (own tokens, d)
         width, like = policy.head().weight.shape[1], next(policy.trunk.parameters())
         if most is None:
-            most = int((total_bytes(policy.device) or 0) * KEPT_SHARE)
+            most = int(total_bytes(policy.device) * KEPT_SHARE)
         self.wanted: set[int] = set()
         for row in wanted:
             most -= extents_of(batch)[row].own * width * like.element_size()

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from poise._lib import user_code as _user_code
-from poise._lib.calls import read_call, split_bars
+from poise._lib.calls import read_call, split_outside
 from poise._lib.errors import check_settings, unknown
 from poise.batch import TokenBatch
 from poise.regulators.amplify import Amplify
@@ -103,7 +103,7 @@ def parse(text: str | Callable[[TokenBatch], Any]) -> Regulator:
     """
     if not isinstance(text, str):
         return as_regulator(text)
-    parts = [_parse_one(part, text) for part in split_bars(text)]
+    parts = [_parse_one(part, text) for part in split_outside(text, "|")]
     return parts[0] if len(parts) == 1 else Compose(tuple(parts))
 
 

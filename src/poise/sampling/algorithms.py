@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from poise._lib import user_code as _user_code
 from poise._lib.calls import read_call
-from poise._lib.errors import check_settings, short
+from poise._lib.errors import short
 from poise.sampling.erl import Erl
 from poise.sampling.grpo import Grpo
 from poise.sampling.rltr import Rltr
@@ -29,12 +29,10 @@ def get(text: str, group: int) -> Algorithm:
     factory: Any = _user_code.find("algorithm", name, TABLE)
     if hasattr(factory, "collect") and not isclass(factory):  # an instance, passed from Python
         return cast(Algorithm, factory)
-    allowed = list(signature(factory).parameters)
     if args:
         raise TypeError(f"{name}: pass an algorithm's settings by name, {name}(setting=value)")
-    check_settings(name, settings, allowed, _user_code.forgotten_dataclass(factory))
-    if "group" in allowed:
+    if "group" in signature(factory).parameters:
         settings.setdefault("group", group)
         if type(settings["group"]) is not int or settings["group"] < 1:
             raise ValueError(f"{name}: group must be a whole number of at least 1, got {short(settings['group'])}")
-    return cast(Algorithm, factory(**settings))
+    return cast(Algorithm, _user_code.build(name, factory, settings))

@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from poise._lib.device import send
 from poise.batch import Prompt
-from poise.models.load_checks import completions_agree, short_windows
-from poise.models.policy import Policy, pad_left
+from poise.models.load_checks import completions_agree, short_windows, tried
+from poise.models.policy import Policy
 from poise.sampling.draws import Sampling, uniform
 from poise.sampling.native.kv_cache import FIRST_ROOM
 from poise.sampling.requests import (
@@ -129,26 +129,16 @@ class _Batch:
 
     def _read_prompts(self) -> Tensor:
         """Run each distinct prompt through the model once. Returns the hidden states of the last tokens, (R, W)."""
-        numbers: dict[Prompt, int] = {}
-        prompt_of = send([numbers.setdefault(r.prompt, len(numbers)) for r in self.requests], self.policy.device)
-        ids, real = pad_left([prompt.tokens for prompt in numbers], self.policy.device)
         self.cache = DynamicCache(config=self.policy.trunk.config)
         # Layers with a sliding window are not replaced.
         self.cache.layers = [GrowingLayer() if type(x) is DynamicLayer else x for x in self.cache.layers]
-        states: Tensor = self.policy.trunk(
-            input_ids=ids,
-            attention_mask=real,
-            position_ids=(real.cumsum(1) - 1).clamp(min=0),
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state[:, -1]
-        self.cache.batch_select_indices(prompt_of)
-        self.longest_prompt, self.prompt_lengths = ids.shape[1], real.sum(1)[prompt_of]  # (A,)
-        self.visible = real[prompt_of]  # (A, longest prompt + T) whether a key is not padding
+        # (A, longest prompt + T) whether a key is not padding
+        states, self.visible = self.policy.read_prompts([request.prompt for request in self.requests], self.cache)
+        self.longest_prompt, self.prompt_lengths = self.visible.shape[1], self.visible.sum(1)  # (A,)
         # transformers uses a four-dimensional mask unchanged. Models that run packed accept such a mask; Falcon and
         # Bloom do not, because they compute ALiBi from a two-dimensional mask.
         self.full_mask = self.policy.packed and all(type(layer) is GrowingLayer for layer in self.cache.layers)
-        return states[prompt_of]
+        return states
 
     def _make_room(self) -> None:
         more = min(max(self.room, FIRST_ROOM), self.longest_response - self.room)
@@ -207,10 +197,5 @@ def supports(policy: Policy) -> bool:
     prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((4 % size,))]
     requests = repeated(prompts, 2, 8, policy.end_tokens)
     with short_windows(policy.base):
-        try:
-            trial = CachedEngine(policy).sample(requests, Sampling(), 0)
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
-            return False
-        return completions_agree(policy, [request.prompt for request in requests], trial)
+        trial = tried(lambda: CachedEngine(policy).sample(requests, Sampling(), 0))
+        return trial is not None and completions_agree(policy, [request.prompt for request in requests], trial)

@@ -135,7 +135,7 @@ class Erl:
         begun = [self._prefix(sampler)] * len(questions)
         reflections = asking.play([*questions.values()], derived_seed(seed, "reflection"), begun=begun)
         if asking.sampling.temperature != sampler.sampling.temperature:  # the trainer must score them
-            reflections = [replace(sample, logp=None, entropy=None, sampler_logp=None) for sample in reflections]
+            reflections = [sample.unscored() for sample in reflections]
         # The end of the reply closes the tag in ``begin``, unless the reply was cut off.
         advice = [read_advice(s.text + "</prompt>" * bool(self.begin and s.finished)) for s in reflections]
         retried = [first[row] for row in questions]
@@ -274,16 +274,9 @@ class Retry:
 
     def consolidated(self) -> Trajectory:
         """Return the second attempt as a response to the first attempt's prompt."""
-        return replace(
-            self.second,
-            role=CONSOLIDATED,
-            prompt=self.first.prompt,
-            logp=None,
-            entropy=None,
-            sampler_logp=None,
-            advantage=float(self.second.score.correct),
-            notes={"attempt": float(self.number)},
-        )
+        advantage, notes = float(self.second.score.correct), {"attempt": float(self.number)}
+        row = replace(self.second, role=CONSOLIDATED, prompt=self.first.prompt, advantage=advantage, notes=notes)
+        return row.unscored()
 
 
 def _failed(sample: Trajectory) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -54,6 +54,10 @@ class Trajectory:
     notes: Mapping[str, float] = field(default_factory=dict)  # numbers that the algorithm records about this row
     episode: Episode | None = None  # the ended episode, which may give feedback
     version: int = 0  # the training step whose weights sampled the row; 0: the starting weights
+
+    def unscored(self) -> Trajectory:
+        """A copy without log-probabilities and entropies, which the trainer then computes."""
+        return replace(self, logp=None, entropy=None, sampler_logp=None)
 
 
 def algorithm(thing: F) -> F:

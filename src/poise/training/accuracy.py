@@ -58,8 +58,8 @@ def mean_interval(per_problem_means: Sequence[float], level: float = 0.95) -> In
     return exact_interval(mean, len(values) / phi, level)
 
 
-def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interval:
-    """The confidence interval of the mean change over problems. Each change, after minus before, is in [−1, 1].
+def paired_interval(differences: Sequence[float]) -> Interval:
+    """The 95 % confidence interval of the mean change over problems. Each change, after minus before, is in [−1, 1].
 
     This is Student's interval with two extra problems: one changed up, one down, by the largest observed change. With
     changes of ±1 it excludes 0 where the exact sign test does; the plain interval excludes 0 too often
@@ -69,13 +69,13 @@ def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interv
 
     n, mean = len(differences), fmean(differences)
     if not any(differences):
-        _, most = exact_interval(0.0, n, level)
+        _, most = exact_interval(0.0, n)
         return -most, most
     if n < 2:
         return -1.0, 1.0
     extra = 2 * max(abs(value) for value in differences) ** 2
     spread = fsum((value - mean) ** 2 for value in differences) + extra
-    margin = float(t.ppf((1 + level) / 2, n - 1)) * sqrt(spread / (n - 1) / n)
+    margin = float(t.ppf(0.975, n - 1)) * sqrt(spread / (n - 1) / n)
     return max(-1.0, mean - margin), min(1.0, mean + margin)
 
 
@@ -124,12 +124,12 @@ def much(old: float, new: float, lost_old: float, lost_new: float) -> str:
 
 def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
     """The most frequent answer; in a tie, the one that occurs first. None (unreadable) casts no vote."""
-    votes = Counter(answer for answer in answers if answer is not None)
-    return max(votes, key=votes.__getitem__) if votes else None
+    votes = Counter(answer for answer in answers if answer is not None).most_common(1)
+    return votes[0][0] if votes else None
 
 
-def summarise(results: Sequence[ProblemResult], k: int, level: float = 0.95) -> dict[str, Any]:
-    """Compute avg@k, pass@k and maj@k with their intervals, over all problems and by difficulty.
+def summarise(results: Sequence[ProblemResult], k: int) -> dict[str, Any]:
+    """Compute avg@k, pass@k and maj@k with their 95 % intervals, over all problems and by difficulty.
 
     Returns ``{"overall": summary, "difficulty": {"3": summary, …}}``, where a summary is ``{"problems": n, "avg@4":
     {"value": …, "low": …, "high": …}, "pass@4": …, "maj@4": …}``. Difficulties are sorted, integers by value.
@@ -143,15 +143,15 @@ def summarise(results: Sequence[ProblemResult], k: int, level: float = 0.95) -> 
         return not number, int(result.difficulty) if number else 0, result.difficulty
 
     return {
-        "overall": _summary(results, k, level),
+        "overall": _summary(results, k),
         "difficulty": {
-            difficulty: _summary(list(group), k, level)
+            difficulty: _summary(list(group), k)
             for difficulty, group in groupby(sorted(results, key=order), key=lambda result: result.difficulty)
         },
     }
 
 
-def _summary(results: Sequence[ProblemResult], k: int, level: float) -> dict[str, Any]:
+def _summary(results: Sequence[ProblemResult], k: int) -> dict[str, Any]:
     values = {
         f"avg@{k}": [sum(r.correct) / len(r.correct) for r in results],
         f"pass@{k}": [pass_at_k(len(r.correct), sum(r.correct), k) for r in results],
@@ -165,7 +165,7 @@ def _summary(results: Sequence[ProblemResult], k: int, level: float) -> dict[str
         ]
     summary: dict[str, Any] = {"problems": len(results)}
     for name, per_problem in values.items():
-        low, high = mean_interval(per_problem, level)
+        low, high = mean_interval(per_problem)
         summary[name] = {"value": fmean(per_problem), "low": low, "high": high}
     return summary
 

@@ -1,7 +1,4 @@
-"""Builds the components of a run from its config and folder: policy, frozen models, sampler, optimizer, checkpoints.
-
-If you pass a loaded policy, a task or a regulator, these replace the config's.
-"""
+"""Builds the components of a run from its config and folder: policy, frozen models, sampler, optimizer, checkpoints."""
 
 from __future__ import annotations
 
@@ -64,32 +61,26 @@ class Components:
     notes: list[str] = field(default_factory=list)  # messages to show once there is a console
 
 
-def build(
-    config: Config,
-    folder: RunFolder,
-    *,
-    policy: Policy | None = None,
-    task: Task | None = None,
-    regulator: Regulator | None = None,
-) -> Components:
-    """Load and build all components that the config names; refuse combinations that cannot work."""
+def build(config: Config, folder: RunFolder, *, task: Task | None = None) -> Components:
+    """Load and build all components that the config names; refuse combinations that cannot work.
+
+    ``task`` replaces the config's task.
+    """
     fix_date(folder.began())  # before any prompt is encoded
     notes: list[str] = []
-    regulator = regulator or config.build_regulator()
-    algorithm, advantage = config.build_algorithm(), config.build_advantage()
-    if policy is None:
-        start = starting_weights(config, folder)
-        on_gpu = resolve_device(config.device).type == "cuda"
-        if (memory := footprint(config, start, passes=on_gpu)) is not None:
-            memory.check(config.model, config.device, lambda: smaller_footprints(config, start))
-        policy = load_trained(config, folder)
-        if config.lora is None and getattr(policy.model, "is_quantized", False):
-            raise ModelError(
-                f"model={config.model}: its weights are quantised, so they cannot be trained: train an adapter, "
-                "lora.rank=16"
-            )
-        if memory is not None and policy.device.type == "cuda":
-            bound_passes(policy, memory, config.optim.micro_tokens, notes.append)
+    algorithm, advantage, regulator = config.build_algorithm(), config.build_advantage(), config.build_regulator()
+    start = starting_weights(config, folder)
+    on_gpu = resolve_device(config.device).type == "cuda"
+    if (memory := footprint(config, start, passes=on_gpu)) is not None:
+        memory.check(config.model, config.device, lambda: smaller_footprints(config, start))
+    policy = load_trained(config, folder)
+    if config.lora is None and getattr(policy.model, "is_quantized", False):
+        raise ModelError(
+            f"model={config.model}: its weights are quantised, so they cannot be trained: train an adapter, "
+            "lora.rank=16"
+        )
+    if memory is not None and policy.device.type == "cuda":
+        bound_passes(policy, memory, config.optim.micro_tokens, notes.append)
     policy.check_settings(config.rollout.max_prompt, config.rollout.max_tokens)
     if config.lora is None and has_adapter(config.model):
         notes.append("model: its adapter is merged, and all weights are trained; lora.rank=16 trains a new adapter")

@@ -91,5 +91,5 @@ def _short(sample: Trajectory, number: int) -> Trajectory:
     """Shorten a sample for a quick pass, remove its log-probabilities, and set its reward to 0 or 1 in turn."""
     score = replace(sample.score, reward=float(number % ATTEMPTS), correct=number % ATTEMPTS == 1, failed=None)
     prompt = Prompt(sample.prompt.tokens[-CONTEXT:], sample.prompt.key)
-    unscored = replace(sample, logp=None, entropy=None, sampler_logp=None, score=score, group=number // ATTEMPTS)
-    return replace(unscored, prompt=prompt, tokens=sample.tokens[:CONTEXT], own=sample.own[:CONTEXT])
+    tokens, own = sample.tokens[:CONTEXT], sample.own[:CONTEXT]
+    return replace(sample.unscored(), score=score, group=number // ATTEMPTS, prompt=prompt, tokens=tokens, own=own)

@@ -44,16 +44,9 @@ class UpdatePlan:
     @classmethod
     def of(cls, config: Config) -> UpdatePlan:
         """Return the plan for a run's settings."""
-        optim = config.optim
-        return cls(
-            config.objective,
-            config.rollout.temperature,
-            mini_batch=optim.mini_batch,
-            micro_tokens=optim.micro_tokens,
-            grad_clip=optim.grad_clip,
-            same_order=optim.same_order,
-            average_over=optim.average_over,
-        )
+        names = ("mini_batch", "micro_tokens", "grad_clip", "same_order", "average_over")
+        own = {name: getattr(config.optim, name) for name in names}
+        return cls(config.objective, config.rollout.temperature, **own)
 
 
 def update(

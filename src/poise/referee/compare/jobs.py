@@ -26,7 +26,7 @@ def parallel_jobs(configs: Sequence[Config], jobs: int | None, runs: int) -> tup
     if not configs or (device := resolve_device(configs[0].device)).type != "cuda":
         return jobs or min(_cores(), runs), None
     forecasts = [found for config in _different(configs) if (found := needed_bytes(config))]
-    room = USABLE_SHARE * (total_bytes(device) or 0)
+    room = USABLE_SHARE * total_bytes(device)
     if jobs is None:
         jobs = max(1, min([GPU_JOBS, runs, *(int(room // wanted) for _, wanted in forecasts)]))
     elif forecasts and jobs > 1 and jobs * (least := max(least for least, _ in forecasts)) > room:

@@ -13,10 +13,12 @@ from poise._lib import device as _device
 from poise._lib.device import send
 from poise.batch import Prompt
 from poise.lm_head import Head
+from poise.models import attention
+from poise.models.attention import Shape
 from poise.models.packing import first_fit, layout_continued, layout_prompts
 from poise.models.policy import Policy
 from poise.sampling.draws import Sampling, uniform
-from poise.sampling.native.kv_cache import CacheSizes, SavedRow, Shape, SharedPromptCache
+from poise.sampling.native.kv_cache import CacheSizes, SavedRow, SharedPromptCache
 from poise.sampling.native.slot_cache import SlotCache
 
 STEPS_PER_LOOK = {"cpu": 8, "cuda": 32}  # steps between two looks at the tokens; at a look the host waits
@@ -57,7 +59,6 @@ class Decoder:
         self.tokens = torch.zeros(by_step, dtype=torch.long, device=device)
         self.logp, self.entropy = torch.zeros(by_step, device=device), torch.zeros(by_step, device=device)
         self.step_number = torch.zeros(1, dtype=torch.long, device=device)  # steps since the last look
-        # transformers uses a four-dimensional mask unchanged and builds no other mask.
         self.mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
 
     def clear(self) -> None:
@@ -162,15 +163,7 @@ class Decoder:
         self.hidden[:n] = self._trunk(token[:, None], self.cache.positions[:n, None])[:, 0]
 
     def _trunk(self, ids: Tensor, positions: Tensor, **more: object) -> Tensor:
-        states: Tensor = self.policy.trunk(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=self.mask,
-            use_cache=False,
-            decoding=self.cache,
-            **more,
-        ).last_hidden_state
-        return states
+        return attention.run(self.policy.trunk, ids, positions, self.mask, decoding=self.cache, **more)
 
 
 def plain_decoder(policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes) -> Decoder:
@@ -181,27 +174,10 @@ def plain_decoder(policy: Policy, shapes: Sequence[Shape], sizes: CacheSizes) ->
 
 def layer_shapes(policy: Policy) -> list[Shape]:
     """Return the shapes of every layer's keys and values, recorded while one token runs through the model."""
-    packed = layout_prompts([Prompt((0,))], policy.device)
-    mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=policy.device)
-    recorder = _ShapeRecorder()
+    packed, recorder = layout_prompts([Prompt((0,))], policy.device), attention.ShapeRecorder()
     with torch.no_grad():
-        policy.trunk(
-            input_ids=packed.ids,
-            position_ids=packed.positions,
-            attention_mask=mask,
-            use_cache=False,
-            packing=packed,
-            decoding=recorder,
-        )
+        attention.run(policy.trunk, packed.ids, packed.positions, packing=packed, decoding=recorder)
     count = len(recorder.shapes)
     if sorted(recorder.shapes) != list(range(count)):
         raise NotImplementedError(f"layers are numbered {sorted(recorder.shapes)}, not 0 to {count - 1}")
     return [recorder.shapes[layer] for layer in range(count)]
-
-
-class _ShapeRecorder:
-    def __init__(self) -> None:
-        self.shapes: dict[int, Shape] = {}
-
-    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self.shapes[layer] = (key.shape[0], key.shape[2], value.shape[2])

@@ -15,22 +15,21 @@ from torch import Tensor
 from poise._lib import device as _device
 from poise.batch import Prompt
 from poise.models.adapters import untrained_adapters_filled
-from poise.models.load_checks import completions_agree, short_windows, states_close, states_of
+from poise.models.attention import Shape
+from poise.models.load_checks import completions_agree, short_windows, states_close, states_of, tried
 from poise.models.location import first_line
 from poise.models.policy import Policy
 from poise.sampling.draws import Sampling
 from poise.sampling.native import graphs
 from poise.sampling.native.decoder import Decoder, UnreadPrompt, layer_shapes, plain_decoder
 from poise.sampling.native.fused_step import FusedStep, fused_step
-from poise.sampling.native.kv_cache import CacheSizes, Shape
+from poise.sampling.native.kv_cache import CacheSizes
 from poise.sampling.native.scheduler import Scheduler
 from poise.sampling.native.session import KeptRows, NativeSession
 from poise.sampling.requests import Completion, Done, Request, check_requests
 
 PROMPT_STEP = 64  # prompt lengths are rounded up to a multiple of this, so that the cache is rarely reallocated
 SMALL_MODEL = 10_000_000  # parameters in the layers; a smaller model decodes faster with one CPU thread
-# Errors that a model's code may raise if it does not accept the engine's arguments.
-TRIAL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 _STEPS: WeakKeyDictionary[Policy, FusedStep] = WeakKeyDictionary()  # fused steps that passed their trial
 _WITHOUT_STEP: WeakSet[Policy] = WeakSet()  # policies whose fused step failed its trial
@@ -202,14 +201,7 @@ def supports(policy: Policy) -> bool:
     The hidden states must equal the states of one pass over prompt and response. The trial fails for layers that share
     keys, have a recurrent state, or do not pass keywords on to the attention function.
     """
-    if not policy.packed:
-        return False
-    try:
-        return _tried_step(policy) is not None or _decodes(policy)
-    except torch.OutOfMemoryError:
-        raise
-    except TRIAL_ERRORS:
-        return False
+    return policy.packed and bool(tried(lambda: _tried_step(policy) is not None or _decodes(policy)))
 
 
 def _tried_step(policy: Policy) -> FusedStep | None:
@@ -286,18 +278,20 @@ def continues(policy: Policy) -> bool:
     size, greedy = policy.head().vocabulary, Sampling(temperature=0.0)
     engine = NativeEngine(policy)
     engine.keeps_keys = True  # the trial needs kept keys
+
+    def play() -> tuple[list[Prompt], list[Completion], bool]:
+        with engine.session() as session:
+            prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((3 % size,))]
+            first = session.sample([Request(prompt, 4, keep=True) for prompt in prompts], greedy, 0)
+            texts = [[2 % size], [4 % size] * 5]
+            parts = zip(prompts, first, texts, strict=True)
+            dialogues = [prompt.then(reply.tokens.tolist() + text) for prompt, reply, text in parts]
+            second = session.sample([Request(p, 3, continues=i) for i, p in enumerate(dialogues)], greedy, 0)
+            return dialogues, second, session.continued == 2
+
     with short_windows(policy.base):
-        try:
-            with engine.session() as session:
-                prompts = [Prompt((1 % size, 2 % size, 3 % size)), Prompt((3 % size,))]
-                first = session.sample([Request(prompt, 4, keep=True) for prompt in prompts], greedy, 0)
-                texts = [[2 % size], [4 % size] * 5]
-                parts = zip(prompts, first, texts, strict=True)
-                dialogues = [prompt.then(reply.tokens.tolist() + text) for prompt, reply, text in parts]
-                trial = session.sample([Request(p, 3, continues=i) for i, p in enumerate(dialogues)], greedy, 0)
-                continued = session.continued == 2
-        except torch.OutOfMemoryError:
-            raise
-        except TRIAL_ERRORS:
+        played = tried(play)
+        if played is None:
             return False
-        return continued and completions_agree(policy, dialogues, trial)
+        dialogues, second, continued = played
+        return continued and completions_agree(policy, dialogues, second)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from poise._lib import device as _device
-from poise.models.attention import flash_takes
+from poise.models.attention import Shape, flash_takes
 from poise.models.policy import ModelError, Policy
 from poise.sampling.draws import Sampling
 from poise.sampling.native.decoder import Decoder
 from poise.sampling.native.fused_step import FusedStep
-from poise.sampling.native.kv_cache import CacheSizes, Shape
+from poise.sampling.native.kv_cache import CacheSizes
 from poise.sampling.native.slot_cache import SlotCache
 
 CACHE_SHARE = 0.85  # the share of the free memory that the cache may take
@@ -64,7 +64,7 @@ def affordable(slots: int, per_slot: int, free: int, length: int) -> int:
 
 def idle_bytes(device: torch.device) -> float:
     """Return the maximum bytes of a cache that stays in memory between two calls."""
-    return IDLE_SHARE * (_device.total_bytes(device) or 0)
+    return IDLE_SHARE * _device.total_bytes(device)
 
 
 class GraphedDecoder(Decoder):

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from poise._lib.device import send
-from poise.models.attention import text_over_keys
+from poise.models.attention import Shape, text_over_keys
 from poise.models.packing import Packed
 
 FIRST_ROOM = 256  # response tokens per row allocated at first
 ROUND = 16  # attended response tokens are rounded up to a multiple: torch is slower with fewer tokens or more shapes
-Shape = tuple[int, int, int]  # per layer: key heads, width of a key, width of a value
 
 
 class CacheSizes(NamedTuple):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from poise._lib import device as _device
 from poise._lib.device import accumulator, send
-from poise.models.attention import flash_takes, over_slots, text_over_slots
+from poise.models.attention import Shape, flash_takes, over_slots
 from poise.models.packing import Packed
-from poise.sampling.native.kv_cache import KVCache, SavedRow, Shape, by_block, copy_rows
+from poise.sampling.native.kv_cache import KVCache, SavedRow, by_block, copy_rows
 
 
 class Rotation(NamedTuple):
@@ -141,7 +141,7 @@ class SlotCache(KVCache):
         if not flash_takes(query, keys.shape[-1], values.shape[-1]):
             return super().attend_text(layer, query, scale, window)
         starts = self.text.starts_q, self.text_starts
-        return text_over_slots(query, keys, values, *starts, self.text_used, self.text.longest_q, scale, window)
+        return over_slots(query, keys, values, *starts, self.text_used, scale, window, self.text.longest_q)
 
     # Attention
 

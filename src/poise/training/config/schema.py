@@ -32,7 +32,7 @@ from pydantic import (
 from poise import tasks
 from poise._lib import live
 from poise._lib import user_code as _user_code
-from poise._lib.calls import split_bars
+from poise._lib.calls import split_outside
 from poise._lib.errors import short, unknown
 from poise._lib.files import expand
 from poise._lib.user_code import METHODS
@@ -432,6 +432,6 @@ def _method_keys(document: Document) -> Iterator[str]:
         from poise.sampling import algorithms
 
         table: Mapping[str, Callable[..., Any]] = regulators.TABLE if kind == "regulator" else algorithms.TABLE
-        for name in (part.partition("(")[0].strip() for part in split_bars(text)):
+        for name in (part.partition("(")[0].strip() for part in split_outside(text, "|")):
             if name in table:
                 yield from (f"{kind}={name}({setting}=…)" for setting in signature(table[name]).parameters)
