@@ -56,6 +56,19 @@ def test_dry_run_prints_the_resolved_config(tmp_path):
     assert parse(poise("train", own, "--dry-run").output)["regulator"].startswith("lopti")
 
 
+def test_dry_run_tells_the_time_of_steps_like_those_of_its_folder(tmp_path):
+    config = configs.load("tiny", [f"run={tmp_path / 'run'}", "steps=5", "device=cpu"])
+    folder = RunFolder.create(config.run, config.model_dump(mode="json"))
+    settings = [f"run={config.run}", "steps=5", "device=cpu", "--dry-run"]
+    assert "# time" not in poise("train", "tiny", *settings).output
+    for step, seconds in enumerate((90.0, 30.0, 31.0), 1):
+        folder.log(step, {"time/step": seconds})
+    took = f"# time: a step took 31 s (median of 3 in {config.run})"
+    assert f"{took}: 5 steps take about 2:35, " in poise("train", "tiny", *settings).output
+    resumed = poise("train", "--resume", f"run={config.run}", "--dry-run").output
+    assert f"{took}: 2 steps take about 1:02, evaluations and checkpoints not counted" in resumed
+
+
 def test_dry_run_tells_the_memory_of_a_model_that_is_here():
     assert "# memory: at least 23.4 MB (weights 5.84 MB" in poise("train", "--dry-run", "device=cpu").output
     assert "# memory: known after the model is downloaded" in poise("train", "ar", "--dry-run").output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,6 +62,8 @@ def train(
             settings = configs.dump(config)
             print(visible(settings) if resume else settings)  # the settings of a run folder are untrusted
             print(visible(f"# memory: {_memory(config)}"))
+            if hours := _hours(config, resume=resume):
+                print(visible(f"# time: {hours}"))
             return
         if not resume:
             if not any(item.partition("=")[0].strip() == "run" for item in overrides):
@@ -80,6 +83,23 @@ def train(
         )
         if quiet:
             show(config, result.summary, Console(0))
+
+
+def _hours(config: Config, *, resume: bool) -> str:
+    """How long the steps take, by those that the run's folder has already; empty if it has none."""
+    from poise._lib.files import expand
+    from poise.runs.folder import RunFolder
+    from poise.runs.subscribers.console import duration
+
+    place = expand(config.run)
+    rows = RunFolder.open(place, resume=False).metrics() if is_run(place) else []
+    seconds = [row["time/step"] for row in rows if row.get("time/step")]
+    if not seconds:
+        return ""
+    step = median(seconds)
+    left = max(0, config.steps - rows[-1]["step"]) if resume else config.steps
+    took = f"a step took {step:.3g} s (median of {len(seconds)} in {config.run})"
+    return f"{took}: {left} steps take about {duration(left * step)}, evaluations and checkpoints not counted"
 
 
 def _memory(config: Config) -> str:
