@@ -167,6 +167,13 @@ def check_linear(function: Any, config: Any, base: str, mode: str) -> None:
         )
 
 
+def _optional(config: Any, path: str) -> Any:
+    """A setting of verl's configuration; None if the setting or its group is missing."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(config, path)
+
+
 def _check_fit(loss: str, name: str) -> None:
     if loss in UNFIT:
         raise CannotRegulateError(f"the loss {loss!r} {UNFIT[loss]}: {name} cannot be used with it; try 'vanilla'")
@@ -190,8 +197,7 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
             f"trainer.v1.{config.trainer.v1.trainer_mode}.correct_at, the smallest reward of a correct response"
         )
     rollout = config.actor_rollout_ref.rollout
-    correction = config.algorithm.get("rollout_correction", None) or {}
-    if "entropy" in needs and correction.get("bypass_mode", False):
+    if "entropy" in needs and _optional(config, "algorithm.rollout_correction.bypass_mode"):
         raise CannotRegulateError(
             f"{name} needs entropies, which verl computes with the old log-probabilities; set "
             "algorithm.rollout_correction.bypass_mode=False"
@@ -204,11 +210,9 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
 
 def _unclear_rewards(config: Any) -> str:
     """The setting that may cause rewards other than 1, 0 and −1; "" if there is none."""
-    reward = config.get("reward", None) or {}
-    penalty = (reward.get("reward_kwargs", None) or {}).get("overlong_buffer_cfg", None) or {}
-    if penalty.get("enable", False):
+    if _optional(config, "reward.reward_kwargs.overlong_buffer_cfg.enable"):
         return "a length penalty (overlong_buffer_cfg)"
-    own = (reward.get("custom_reward_function", None) or {}).get("path", None)
+    own = _optional(config, "reward.custom_reward_function.path")
     return f"your reward function (custom_reward_function, {own})" if own else ""
 
 
@@ -230,7 +234,7 @@ def _check_states(config: Any, name: str) -> None:
             f"{why}fused kernels run the output layer without exposing hidden states: set "
             "actor_rollout_ref.model.use_fused_kernels=False"
         )
-    if (config.algorithm.get("rollout_correction", None) or {}).get("bypass_mode", False):
+    if _optional(config, "algorithm.rollout_correction.bypass_mode"):
         raise CannotRegulateError(
             f"{why}with bypass_mode verl does not run this pass: set algorithm.rollout_correction.bypass_mode=False"
         )
@@ -279,11 +283,10 @@ def _check_phases(config: Any, wants: Demands, name: str) -> None:
             f"with actor.shuffle=True poise cannot know which mini-batches have no token in a phase of {name} "
             f"({listed}), where momentum alone would move the model; set actor_rollout_ref.actor.shuffle=False"
         )
-    mtp = config.actor_rollout_ref.model.get("mtp", None) or {}
-    distillation = config.get("distillation", None) or {}
-    for part, on in (
-        ("model.mtp.enable_train", mtp.get("enable", False) and mtp.get("enable_train", False)),
-        ("distillation.enabled", distillation.get("enabled", False)),
+    mtp = "actor_rollout_ref.model.mtp"
+    for path, on in (
+        (f"{mtp}.enable_train", _optional(config, f"{mtp}.enable") and _optional(config, f"{mtp}.enable_train")),
+        ("distillation.enabled", _optional(config, "distillation.enabled")),
     ):
         if on:
-            raise CannotRegulateError(f"the loss of {part} would act in every phase of {name} ({listed}); turn it off")
+            raise CannotRegulateError(f"the loss of {path} would act in every phase of {name} ({listed}); turn it off")

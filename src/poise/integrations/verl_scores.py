@@ -8,7 +8,7 @@ puts one score per token into verl's queue, together with the log-probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -208,7 +208,7 @@ class ScoringWorker(TrainingWorker):  # type: ignore[misc]
             _padded(response_from_nested(output["log_probs"], lengths), mask).float(),
             mask,
             torch.zeros(len(mask), device=mask.device),  # unknown at this point
-            groups=_groups(list(data["uid"]), split_groups).to(mask.device),
+            groups=group_numbers(list(data["uid"]), split_groups).to(mask.device),
             rewards=rewards,
             correct=is_correct(rewards, correct_at) if any("correct" in part.needs for part in parts) else None,
             hidden=states.hidden,
@@ -248,7 +248,7 @@ def _padded(nested: Tensor, mask: Tensor) -> Tensor:
     return nested.to_padded_tensor(0, output_size=tuple(mask.shape)).to(mask.device)
 
 
-def _groups(owners: Sequence[Any], split_groups: set[str]) -> Tensor:
+def group_numbers(owners: Sequence[Any], split_groups: Collection[str] = ()) -> Tensor:
     """Group numbers (B,). Each row of a group in ``split_groups`` becomes its own group."""
     numbers: dict[tuple[str, int], int] = {}
     keys = [(str(owner), row if str(owner) in split_groups else -1) for row, owner in enumerate(owners)]

@@ -37,7 +37,7 @@ from poise.batch import Phase, TokenBatch
 from poise.integrations.demands import ALL, PART, CannotRegulateError, Demands, demands, probe
 from poise.integrations.token_export import TokenExport, lines
 from poise.integrations.verl_checks import TRAINER, check_config, check_linear, check_verl, correct_at, has_terms
-from poise.integrations.verl_scores import SCORES, is_correct, owners, request, use_scoring_workers
+from poise.integrations.verl_scores import SCORES, group_numbers, is_correct, owners, request, use_scoring_workers
 from poise.regulators import Regulator, parse, summary
 from poise.regulators.base import scorers, with_scores
 
@@ -132,14 +132,13 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         """Return this step's batch from verl's queue, the fields that phases will replace, and the regulator."""
         score_fields = [f"{SCORES}{number}" for number in range(len(scorers(self.regulator)))]
         needs = with_scores(self.regulator, [None] * len(score_fields)).needs
-        correction = self.config.algorithm.get("rollout_correction", None) or {}
-        if self._token_export is not None and not correction.get("bypass_mode", False):
+        bypass = OmegaConf.select(self.config, "algorithm.rollout_correction.bypass_mode")
+        if self._token_export is not None and not bypass:
             needs |= {"entropy"}  # verl has computed them
         extra = {ours: theirs for ours, theirs in _FIELDS.items() if ours in needs}
         names = ["uid", MASK, "rm_scores", "old_log_probs", ADVANTAGES, *extra.values(), *score_fields]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
-        numbers: dict[str, int] = {}
-        groups = [numbers.setdefault(name, len(numbers)) for name in owners(batch, data.pop("uid").tolist())]
+        groups = group_numbers(owners(batch, data.pop("uid").tolist()))
         stored = data.select(ADVANTAGES, MASK)
         data = data.to_padded_tensor()
         rewards = data["rm_scores"].float().sum(1)
@@ -147,7 +146,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
             data["old_log_probs"].float(),
             data[MASK],
             data[ADVANTAGES].float(),
-            groups=torch.tensor(groups),
+            groups=groups,
             rewards=rewards,
             correct=is_correct(rewards, self._correct_at) if "correct" in needs else None,
             **{ours: data[theirs] if ours == "targets" else data[theirs].float() for ours, theirs in extra.items()},

@@ -14,7 +14,6 @@ from poise._lib.errors import counted, short
 from poise._lib.user_code import place_of
 from poise.tasks.base import Attempt, Episode, Message, Problem, Score, Task, TaskError
 from poise.tasks.rewards.base import GOLD_COLUMNS, RewardError
-from poise.tasks.rewards.worker import as_number
 
 LONGEST_GOLD = 4000  # characters: in fine-tuning data, the answers are whole solutions
 LONGEST_FEEDBACK = 2000  # characters of feedback from a user's task
@@ -127,7 +126,7 @@ def _plain(score: Any) -> Score:
     """Convert a score's numbers to Python numbers: JSON cannot represent a verifier's numpy or torch numbers."""
     if not isinstance(score, Score):
         score = _score_of_truth(score)
-    if as_number(score.correct) not in (0.0, 1.0):
+    if _number_or_none(score.correct) not in (0.0, 1.0):
         raise TypeError(f"correct must be True or False, got {short(score.correct)}")
     if not isinstance(score.parts, Mapping):
         raise TypeError(f"parts must be a dict of numbers, got {short(score.parts)}")
@@ -145,17 +144,25 @@ def _plain(score: Any) -> Score:
 def _score_of_truth(value: Any) -> Score:
     """Convert a Python, numpy or torch boolean to a score. Reject numbers: they do not say what is correct."""
     truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool"
-    number = as_number(value) if truth else None
+    number = _number_or_none(value) if truth else None
     if number is None:
         raise TypeError(f"must be a poise.tasks.Score(reward, correct), True or False, got {short(value)}")
     return Score(number, bool(number))
 
 
 def _number(name: str, value: Any) -> float:
-    number = as_number(value)
+    number = _number_or_none(value)
     if number is None:
         raise TypeError(f"{name} must be a number, got {short(value)}")
     return number
+
+
+def _number_or_none(value: Any) -> float | None:
+    """Convert a Python, numpy or torch number to a float; None if the value is not a number."""
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def gold_answer(task: Task, problem: Problem) -> str | None:

@@ -119,7 +119,7 @@ class GridTask(ABC):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        self.side = sizes(owner, "side", self.side, self.smallest, self.largest)
+        self.side = self.sides = sizes(owner, "side", self.side, self.smallest, self.largest)
         check_whole(owner, "turns", self.turns, 1, 64)
         check_whole(owner, "actions", self.actions, 1, 32)
         check_choice(owner, "rules", self.rules, RULES)
@@ -143,7 +143,7 @@ class GridTask(ABC):
         """Yield the problems of one split, one map each."""
         check_split(split)
         rng = Random(f"{self.name} {seed}")
-        for side in cycle(sizes(type(self).__name__, "side", self.side, self.smallest, self.largest)):
+        for side in cycle(self.sides):
             yield self._problem(draw_of_split(type(self).__name__, split, partial(self._draw, side, rng), self._suits))
 
     def _draw(self, side: int, rng: Random) -> tuple[str, list[str]]:

@@ -194,7 +194,7 @@ class SearchQA:
     pure_start: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.hops = sizes("SearchQA", "hops", self.hops, 1, 3)
+        self.hops = self.hop_counts = sizes("SearchQA", "hops", self.hops, 1, 3)
         check_range("SearchQA", "sums", self.sums, 0.0, 1.0)
         check_whole("SearchQA", "size", self.size, 2, 200)
         check_whole("SearchQA", "results", self.results, 1, 20)
@@ -209,7 +209,7 @@ class SearchQA:
             number = rng.getrandbits(40)
             return f"search-qa {number}", number
 
-        for hops in cycle(sizes("SearchQA", "hops", self.hops, 1, 3)):
+        for hops in cycle(self.hop_counts):
             number = draw_of_split("SearchQA", split, draw)
             question = world(number, self.size).question(rng, hops, self.sums)
             prompt = f"{question['text']} {self.instruction}".strip()

@@ -56,17 +56,13 @@ def call(reward: Callable[..., Any], arguments: Mapping[str, Any], count: int) -
     return [_number(row, value) for row, value in enumerate(values)]
 
 
-def as_number(value: Any) -> float | None:
-    """Convert a Python, numpy or torch number to a float; None if the value is not a number."""
-    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
-        return None if isinstance(value, str | bytes) else float(value)
-    return None
-
-
 def _number(row: int, value: Any) -> float | None:
     if value is None:
         return None
-    number = as_number(value)
+    number = None
+    if not isinstance(value, str | bytes):
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            number = float(value)
     if number is None or not math.isfinite(number):
         text = repr(value)[:100] if number is None else str(number)
         raise WrongError(f"returned {text}, not a finite number (or None if the reward does not apply)", row)
