@@ -28,7 +28,7 @@ _QUOTES = _EDGES + "\"'"
 def final_answer(text: str) -> str | None:
     """Return the answer that a reply states, as written; None if the reply states no answer."""
     text = conclusion(text)
-    inside = tag_content(text, "answer")
+    inside = _tagged(text)
     if inside is not None:
         box = last_box(inside)
         return tidy(inside if box is None else box)
@@ -58,15 +58,15 @@ def conclusion(text: str) -> str:
 
 def last_answer(text: str) -> str | None:
     """Return the content of the last ``<answer>…</answer>`` after the reasoning; None if there is none."""
-    inside = tag_content(conclusion(text), "answer")
+    inside = _tagged(conclusion(text))
     return None if inside is None else inside.strip()
 
 
-def tag_content(text: str, tag: str) -> str | None:
-    """Return the text between the last closed ``<tag>`` and its ``</tag>``; None if there is none."""
-    end = text.rfind(f"</{tag}>")
-    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
-    return text[start + len(tag) + 2 : end] if start >= 0 else None
+def _tagged(text: str) -> str | None:
+    """Return the text between the last ``</answer>`` and the ``<answer>`` before it; None if there is none."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return text[start + len("<answer>") : end] if start >= 0 else None
 
 
 def tag_fault(text: str, tags: Iterable[str]) -> str | None:
