@@ -156,7 +156,8 @@ def written(page: str) -> str:
     """The page with these tables."""
     for name, table in (("tables", tables()), ("tuning", tuning())):
         between = rf"(?s)(<!-- {name}:[^\n]*\n).*?(<!-- end -->)"
-        page = re.sub(between, lambda found, table=table: f"{found[1]}{table}\n{found[2]}", page)
+        plain = table.replace("\\", r"\\")  # no escapes of a replacement
+        page = re.sub(between, rf"\g<1>{plain}\n\g<2>", page)
     return page
 
 
