@@ -274,7 +274,7 @@ def test_the_curves_of_a_run_over_any_axis(trained, tmp_path):
 
 
 def test_the_report_of_a_comparison_is_its_page(tmp_path):
-    (tmp_path / "comparison.html").touch()
+    (tmp_path / "plan.json").touch()
     assert f"open {tmp_path}/comparison.html" in " ".join(fails("report", tmp_path).split())
 
 
@@ -429,5 +429,5 @@ def test_a_folder_that_is_taken_is_refused_before_the_trainer_is_imported(tmp_pa
 
 @pytest.mark.parametrize("command", ["diagnose", "eval"])
 def test_the_folder_of_a_comparison_is_no_model(command, tmp_path):
-    (tmp_path / "comparison.html").touch()
+    (tmp_path / "plan.json").touch()
     assert f"holds a comparison, not a run: open {tmp_path / 'comparison.html'}" in fails(command, tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,9 +46,10 @@ def home(path: Any) -> Any:
 
 def check_no_comparison(folder: str | Path) -> None:
     """Exit with an error if ``folder`` holds a comparison, not a run."""
-    page = os.path.join(folder, "comparison.html")
-    if os.path.isfile(page) and not os.path.exists(os.path.join(folder, "config.json")):
-        fail(f"{folder} holds a comparison, not a run: open {page}, or name one of its runs")
+    from poise.runs.listing import is_comparison
+
+    if is_comparison(Path(folder)):
+        fail(f"{folder} holds a comparison, not a run: open {folder}/comparison.html, or name one of its runs")
 
 
 def _model(name: str) -> str:

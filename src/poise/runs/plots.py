@@ -20,9 +20,9 @@ Metrics = Sequence[Mapping[str, Any]]  # RunFolder.metrics()
 Points = list[tuple[float, float]]
 
 
-def curve(path_png: str | Path, metrics: Metrics, title: str, x: str = "step") -> None:
+def curve(path: Path, metrics: Metrics, title: str, x: str = "step") -> None:
     """Draw a run's curves and write them to a PNG file."""
-    with replacing(Path(path_png)) as file:
+    with replacing(path) as file:
         draw(metrics, title, x).savefig(file, format="png", dpi=150)
 
 

@@ -164,7 +164,7 @@ def _arm(name: str, document: Document, fixed: list[str], values: list[Value], r
 
 
 def _single_arms(entries: list[dict[str, Any]] | None) -> list[tuple[str, list[Value]]]:
-    """The names and settings of the arms that a file lists; without a list, one arm without name and settings."""
+    """The names and settings of the arms that a file lists; without a list, one arm without a name and settings."""
     found = []
     for arm in entries or [{}]:
         name = arm.get("name", "")

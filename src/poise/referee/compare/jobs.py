@@ -19,8 +19,8 @@ GPU_JOBS = 16  # runs in parallel on a GPU, at most
 def parallel_jobs(configs: Sequence[Config], jobs: int | None, runs: int) -> tuple[int, float | None]:
     """The number of runs in parallel, and the share of the GPU's memory for each; None if they do not share a GPU.
 
-    ``configs`` are those of the next runs, ``jobs`` is the user's number, ``runs`` the number of all runs. The share
-    is the same for all runs, so that all divide their work alike, whatever else runs at the time.
+    ``configs`` are the settings of the runs that are left, ``jobs`` is the user's setting, ``runs`` the number of all
+    runs. All runs have the same share. So each divides its work into the same passes, however many others are running.
     """
     jobs = None if jobs is None else min(jobs, runs)
     if not configs or (device := resolve_device(configs[0].device)).type != "cuda":
@@ -38,7 +38,10 @@ def parallel_jobs(configs: Sequence[Config], jobs: int | None, runs: int) -> tup
 
 
 def _different(configs: Sequence[Config]) -> list[Config]:
-    """One of all configs that differ only in seed, rate, regulator and folder, which do not change the memory."""
+    """The configs, but only one of those that differ in nothing except seed, rate, regulator and folder.
+
+    These settings do not change the memory.
+    """
 
     def rest(config: Config) -> str:
         optim = config.optim.model_copy(update={"lr": 1.0})

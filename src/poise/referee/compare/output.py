@@ -39,9 +39,8 @@ LONGEST = 40  # the most characters of an arm's name
 COLUMNS = 3  # columns of the legend
 
 
-def write(folder: str | Path, document: Document, arms: Sequence[Arm]) -> None:
+def write(folder: Path, document: Document, arms: Sequence[Arm]) -> None:
     """Write all result files into the comparison's folder. ``document`` is the result of ``analyse(arms, …)``."""
-    folder = Path(folder)
     with replacing(folder / "comparison.json") as file:
         file.write(dumps(document, indent=1))
     rows = [(arm, False) for arm in document["arms"]] + [(arm, True) for arm in document.get("exploratory", ())]
@@ -51,10 +50,10 @@ def write(folder: str | Path, document: Document, arms: Sequence[Arm]) -> None:
     picture(folder / "comparison.png", document)
 
 
-def write_page(path: str | Path, document: Document) -> None:
+def write_page(path: Path, document: Document) -> None:
     """Write the page of a comparison."""
     top, bottom = frame(live=False, scripts=SCRIPTS)
-    with replacing(Path(path)) as file:
+    with replacing(path) as file:
         file.write(top.encode() + data_element(document) + bottom.encode())
 
 
@@ -164,7 +163,7 @@ def _write_csv(path: Path, rows: Sequence[Row]) -> None:
         file.write(text.getvalue().encode("utf-8", "backslashreplace"))
 
 
-def picture(path_png: str | Path, document: Mapping[str, Any]) -> None:
+def picture(path: Path, document: Mapping[str, Any]) -> None:
     """Plot the differences to the baseline with intervals, and the mean curves with bands, in percentage points."""
     arms: Sequence[Mapping[str, Any]] = document["arms"]
     lines = ceil(len(arms) / COLUMNS)  # lines of the legend, which is below the curves
@@ -183,7 +182,7 @@ def picture(path_png: str | Path, document: Mapping[str, Any]) -> None:
         legend = figure.legend(*handles, loc="outside lower center", ncols=COLUMNS, frameon=False, fontsize="small")
         for text in legend.get_texts():
             text.set_parse_math(False)
-    with replacing(Path(path_png)) as file:
+    with replacing(path) as file:
         figure.savefig(file, format="png", dpi=150)
 
 

@@ -35,7 +35,6 @@ class Cost:
     """The cost of a run, without its evaluations."""
 
     tokens: float = 0.0  # sampled tokens
-
     optimizer_steps: float = 0.0
     seconds: float = 0.0
     flop: float | None = None  # an estimate; None if the number of parameters is unknown
@@ -44,7 +43,7 @@ class Cost:
         return self.weighted(1, other, 1)
 
     def weighted(self, own: float, other: Cost, others: float) -> Cost:
-        """The sum of two costs, times their factors."""
+        """This cost times ``own``, plus the other cost times ``others``."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         values: list[Any] = [None if None in pair else own * pair[0] + others * pair[1] for pair in pairs]
         return Cost(*values)
@@ -77,7 +76,6 @@ class RunResult:
     seed: int
     state: State
     steps: int  # finished steps
-
     curve: tuple[Point, ...]  # in the order of steps; the first is before training
     cost: Cost = field(default_factory=Cost)
     entropy: tuple[float, ...] = ()  # by step; NaN if unknown

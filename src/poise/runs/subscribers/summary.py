@@ -244,8 +244,8 @@ def learned(summary: dict[str, Any]) -> list[str]:
 def measured_changes(summary: dict[str, Any]) -> list[Change]:
     """The changes of avg@k, greedy accuracy and pass@k; empty if accuracy was not measured.
 
-    Without paired results, such as for different problems before and after, an interval contains all changes that the
-    intervals before and after allow.
+    If the results before and after cannot be paired, because their problems differ, an interval contains all changes
+    that the intervals before and after allow.
     """
     before, after, paired = summary.get("before"), summary.get("after"), summary.get("change")
     if not is_summary(before) or not is_summary(after):
