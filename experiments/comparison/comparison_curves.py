@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 
 from poise.referee.compare.output import STYLES
 from poise.referee.compare.results import ACCURACY, RunResult
-from poise.referee.report.reader import read_metrics
 from poise.runs.folder import RunFolder
 
 METRICS = (
@@ -38,7 +37,7 @@ def read(first: Path, *others: Path) -> dict[str, Any]:
     for place in (first, *others):
         for folder in sorted(place.glob("arms/*/seed-*")) or [place]:
             settings = json.loads((folder / "config.json").read_text())
-            run, lines = RunResult.read(folder), read_metrics(RunFolder.open(folder, resume=False))
+            run, lines = RunResult.read(folder), RunFolder.open(folder, resume=False).metrics()
             arms[settings["regulator"]][str(run.seed)] = {
                 "state": run.state, "planned": settings["steps"], "steps": run.steps, "curve": _curve(run, lines),
             }  # fmt: skip

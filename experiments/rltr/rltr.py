@@ -37,7 +37,6 @@ from poise.referee.compare.arms import PlannedArm
 from poise.referee.compare.plan import Plan, read_plan
 from poise.referee.compare.results import ACCURACY, Arm, Cost, Point, RunResult
 from poise.referee.compare.statistics import difference, student_interval
-from poise.referee.report.reader import read_metrics
 from poise.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +152,7 @@ def raw(plan: Plan, arm: PlannedArm) -> dict[int, dict[str, Any]]:
     for seed in plan.seeds:
         folder = plan.run(arm, arm.variants[0], seed).folder
         with suppress(OSError, ValueError):  # not begun, or a file that is being written
-            run, lines = RunResult.read(folder), read_metrics(RunFolder.open(folder, resume=False))
+            run, lines = RunResult.read(folder), RunFolder.open(folder, resume=False).metrics()
             metrics = {name: [line.get(name) for line in lines] for name in METRICS}
             curve = [[point.step, point.cost.tokens, point.cost.seconds, dict(point.scores)] for point in run.curve]
             found[seed] = {"state": run.state, "steps": run.steps, "curve": curve, "metrics": metrics}

@@ -201,7 +201,7 @@ MISTAKES = {  # what was done to a run, and what --resume says
     "before.json is missing": lambda run: (run / "before.json").unlink(),
     "metrics up to step 2, but no checkpoint": lambda run: shutil.rmtree(run / "checkpoints"),
     "was written by poise diagnose": write("diagnose.json", "{}"),
-    "Is a directory": lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
+    "metrics.jsonl is not a file": lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
     "does not exist": shutil.rmtree,
 }
 

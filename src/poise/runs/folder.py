@@ -35,6 +35,7 @@ from torch import Tensor
 from poise._lib.errors import UserError, check_range, complain
 from poise._lib.files import check_own, dumps, expand, loads, read_json, remove, remove_leftovers, replacing
 from poise._lib.user_code import Code
+from poise.runs.axes import drawable
 from poise.runs.listing import is_comparison, is_run
 from poise.runs.lock import check_free, resume_command
 
@@ -46,6 +47,7 @@ _OWN = (
     *("config.json", "data.json", "metrics.jsonl", "environment.json", "before.json", "summary.json", "problems.json"),
     *("models.json", "code.json", "diverged.json", "warnings.json", "curve.png", "rollouts", "tokens", "checkpoints"),
 )
+LAST_STEP = 10**12 - 1
 LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses; a hostile 10 MB file can unpack to 10 GB
 ASIDE = "set-aside-"  # prefix of an unreadable checkpoint without which the run continued
 COPY = "put the file back from a copy"
@@ -182,8 +184,9 @@ class RunFolder:
         self._rewrite_metrics(lambda record: {**record, **metrics} if record["step"] == step else record)
 
     def metrics(self) -> list[Record]:
-        """The metrics of every step, one dict per step, including "step"."""
-        return [record for _, record in self._metrics_lines()]
+        """The metrics of every step, one dict per step, including "step". Values that no curve can show become None."""
+        records = (record for _, record in self._metrics_lines())
+        return [{key: value if drawable(value) else None for key, value in record.items()} for record in records]
 
     def sync_metrics(self) -> None:
         """Wait until the metrics are on the disk."""
@@ -200,12 +203,16 @@ class RunFolder:
                 file.write(text)
 
     def _metrics_lines(self) -> Iterator[tuple[bytes, Record]]:
+        if self._metrics.exists() and not self._metrics.is_file():  # reading a pipe could block forever
+            raise DamagedError(f"{self._metrics} is not a file")
         text = self._metrics.read_bytes() if self._metrics.exists() else b""
         *lines, torn = text.split(b"\n")
         for number, line in enumerate(lines, 1):
             try:
                 record = dict(loads(line))
                 record = {**record, "step": int(record["step"])}
+                if not 0 <= record["step"] <= LAST_STEP:
+                    raise ValueError
             except (ValueError, TypeError, KeyError, OverflowError):
                 # A power cut may leave a last line of the right length with wrong bytes.
                 if number == len(lines) and not torn:

@@ -20,7 +20,6 @@ from typing import Any, Literal
 from poise._lib.files import SEAL, was_changed
 from poise.referee.compare.arms import PlannedArm, Variant
 from poise.referee.compare.plan import Plan
-from poise.referee.report.reader import read_metrics
 from poise.runs.folder import COPY, DamagedError, RunFolder
 from poise.training.accuracy import BY_DIFFICULTY, LOST, is_summary, lost_shares
 
@@ -126,7 +125,7 @@ class RunResult:
         to do.
         """
         folder = RunFolder.open(path, resume=False)
-        config, lines = folder.config, read_metrics(folder)
+        config, lines = folder.config, folder.metrics()
         seed, prompts, group, _ = (_whole(folder, config, key) for key in ("seed", "prompts", "group", "steps"))
         reached = lines[-1]["step"] if lines else 0
         summary = _final(folder, config, reached)

@@ -8,7 +8,6 @@ from typing import Any
 
 from poise import __version__
 from poise.models.location import SHIPPED
-from poise.referee.report.reader import read_metrics
 from poise.runs.folder import RunFolder
 from poise.runs.subscribers import warnings
 from poise.runs.subscribers.summary import accuracy_rows
@@ -57,7 +56,7 @@ def card(folder: RunFolder, title: str, step: int) -> str:
 
 def _facts(folder: RunFolder, config: dict[str, Any], base: str | None, step: int) -> dict[str, Any]:
     model, task, lora = config.get("model"), config.get("task"), config.get("lora")
-    lines = [line for line in read_metrics(folder) if line["step"] <= step]
+    lines = [line for line in folder.metrics() if line["step"] <= step]
     facts = {
         "started from": base or "a local model" if model not in SHIPPED else f"poise's model {model}",
         "task": task.get("name") if isinstance(task, dict) else None,

@@ -16,15 +16,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from poise.runs.axes import drawable
-from poise.runs.folder import DamagedError, RunFolder
+from poise.runs.folder import LAST_STEP, RunFolder
 from poise.sampling.trajectories import FIRST
 
 DAMAGED = (  # errors that a damaged or foreign file may raise
     *(ValueError, TypeError, KeyError, AttributeError, EOFError, OSError, OverflowError, RuntimeError),
     *(zlib.error, SafetensorError),
 )
-LAST_STEP = 10**12 - 1
 TEXTS = ("problem", "difficulty", "prompt", "text")
 NEEDED = ("logp", "entropy", "advantage")
 FILES = (  # files that the page reads
@@ -72,7 +70,7 @@ class RunRecording:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics, one dict per step."""
-        return read_metrics(self.folder)
+        return self.folder.metrics()
 
     def files(self) -> list[Path]:
         """The files and folders that change while the run continues."""
@@ -85,16 +83,6 @@ class RunRecording:
     def skipped(self) -> list[str]:
         """Messages about skipped data: always empty, because reading a damaged run folder raises an error."""
         return []
-
-
-def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
-    """Read the metrics, one dict per step. Values that a curve cannot show become None."""
-    path = folder.path / "metrics.jsonl"
-    check_file(path)
-    lines = folder.metrics()
-    if not all(isinstance(line.get("step"), int) and 0 <= line["step"] <= LAST_STEP for line in lines):
-        raise DamagedError(f"{path}: a line has no step number")
-    return [{key: value if drawable(value) else None for key, value in line.items()} for line in lines]
 
 
 def check_file(path: Path) -> None:

@@ -20,8 +20,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from poise.referee.report.reader import LAST_STEP, Step, check, check_record
+from poise.referee.report.reader import Step, check, check_record
 from poise.referee.report.token_texts import Decoder, response_texts
+from poise.runs.folder import LAST_STEP
 
 COLUMNS = ("logp", "entropy", "advantage", "sampler_logp")  # numbers per token; a single number applies to all tokens
 UNKNOWN: dict[str, Any] = {
