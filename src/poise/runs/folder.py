@@ -148,7 +148,7 @@ class RunFolder:
 
     def code_versions(self) -> list[Code]:
         """The hashes of the user's own code at the run's start and after each accepted edit."""
-        if not (self.path / "code.json").exists():  # the run names no code, or an older version wrote it
+        if not (self.path / "code.json").exists():  # the run names no code
             return []
         match self.read_json("code.json"):
             case [*versions] if versions and all(_is_version(each) for each in versions):

@@ -149,9 +149,7 @@ def _power(differences: Sequence[Difference], comparisons: int) -> Document:
     ``detectable`` is None with fewer than two seeds, or if no difference can be significant with these seeds.
     """
     most = max((len(each.seeds) for each in differences), default=0)
-    spreads = [
-        each.spread for each in differences if len(each.seeds) == most and each.spread
-    ]  # a spread of 0 means equal runs
+    spreads = [each.spread for each in differences if len(each.seeds) == most and each.spread]  # 0 means equal runs
     if not spreads:
         return {"detectable": None, "spread": None}
     effect = detectable(most, median(spreads), comparisons)

@@ -47,10 +47,11 @@ def add(arms: Sequence[PlannedArm], baseline: PlannedArm) -> tuple[tuple[Planned
     for arm in arms:
         found = []
         for control in _controls(arm, baseline) if _is_method(arm, baseline) else ():
-            same = next((each for each in known if _identity(each) == _identity(control.arm())), None)
+            built = control.arm()
+            same = next((each for each in known if _identity(each) == _identity(built)), None)
             if same is None:
                 taken = any(each.name == control.name for each in known)
-                same = control._replace(name=f"{control.name} ({arm.name})").arm() if taken else control.arm()
+                same = control._replace(name=f"{control.name} ({arm.name})").arm() if taken else built
                 known.append(same)
             found.append(same.name)
         if found:

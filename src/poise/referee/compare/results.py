@@ -81,7 +81,7 @@ class RunResult:
     why: str = ""  # the reason if it diverged
     folder: str = ""
     problems: str = ""  # a fingerprint of the held-out problems; empty if unknown
-    sealed: bool = True  # whether the results have a checksum, which older versions did not write
+    sealed: bool = True  # whether the results have a checksum
 
     @property
     def scores(self) -> Mapping[str, float]:

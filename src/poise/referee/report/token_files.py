@@ -16,11 +16,7 @@ from poise.referee.report.token_row import Row, joined, parse
 from poise.referee.report.token_texts import Decoder
 from poise.referee.report.weighing import step_metrics
 
-PATTERNS = (
-    "*.jsonl",
-    "step_*/*.jsonl",
-    "token_exports/step_*/*.jsonl",
-)  # poise's; prime-rl's, from two folders
+PATTERNS = ("*.jsonl", "step_*/*.jsonl", "token_exports/step_*/*.jsonl")  # poise's; prime-rl's, from two folders
 OTHERS = ("metrics.jsonl",)  # JSON lines in run folders, not token files
 MODELS = ("config.json", "adapter_config.json")  # in the folder of a run or a model
 LONGEST_LINE = 2**26  # bytes
