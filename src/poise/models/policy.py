@@ -264,9 +264,10 @@ class Policy:
         return torch.nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
 
     def read_prompts(self, prompts: Sequence[Prompt], cache: DynamicCache) -> tuple[Tensor, Tensor]:
-        """Run each distinct prompt through the model once, padded on the left; ``cache`` then has a row per prompt.
+        """Run each distinct prompt through the model once, and fill ``cache`` with a row for each entry of ``prompts``.
 
-        Returns the hidden states of the prompts' last tokens (B, d), and the mask of the padded prompts (B, L).
+        Returns the hidden states of the prompts' last tokens (B, d), and the mask of the prompts, padded on the left
+        (B, L).
         """
         numbers: dict[Prompt, int] = {}
         prompt_B = send([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], self.device)
