@@ -76,12 +76,12 @@ _MODULES = {name: f"poise.{name}" for name in _LIBRARY} | {
 _OWNERS = {
     "Head": "head", "Phase": "batch", "Regulator": "regulators", "Surrogate": "surrogates", "TokenBatch": "batch",
     "advantage": "advantages", "regulator": "regulators", "task": "tasks", "token_weights": "regulators",
-    # What a loop is made of: these need transformers too.
+    # The parts of a training loop, which also need transformers.
     "Grpo": "sampling.algorithms", "Policy": "models.policy", "Sampler": "sampling.sampler",
     "Trajectory": "sampling.algorithms", "UpdatePlan": "training.update", "algorithm": "sampling.algorithms",
     "backward": "training.update", "drop_failed": "training.batches", "load_policy": "models.loading",
     "make_batch": "training.batches", "mini_batches": "training.update",
-    # The trainer itself.
+    # The trainer.
     "Config": "training.config.schema", "Result": "api", "Trainer": "trainer", "train": "api",
 }  # fmt: skip
 

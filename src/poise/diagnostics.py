@@ -8,7 +8,7 @@ For each regulator, with K intervals:
 
 - ``norm`` (K,): ‖g_i‖, where g_i is the gradient from interval i alone. The loss divides by the count of all tokens, so
   the g_i add up to the gradient g of all tokens; ``full`` is ‖g‖, ``residual`` is ‖Σ g_i − g‖ / ‖g‖, rounding only.
-- ``per_token`` (K,): ‖g_i‖ divided by the interval's number of tokens: this compares rare and frequent tokens.
+- ``per_token`` (K,): ‖g_i‖ divided by the interval's share of the tokens, to compare rare and frequent tokens.
 - ``share`` (K,): ⟨g_i, g⟩ / ‖g‖², interval i's share of the full gradient. Shares add up to 1; one can be negative.
 - ``cosine`` (K, K): between the gradients of two intervals.
 - ``influence``: K + 1 effects. Effect i is the effect of a step on only interval i; the last one is the effect of the

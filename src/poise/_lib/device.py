@@ -18,7 +18,7 @@ from torch import Tensor
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 LARGEST_VALUE = 2**31 - 1  # the largest argument of mallopt
 LARGEST_HEAP_BLOCK = 32 << 20  # bytes: glibc's own upper bound
-PLANNED_SHARE = 0.8  # of the memory a run does not hold; the rest: activations, other engines' caches, fragmentation
+PLANNED_SHARE = 0.8  # of the memory a run does not hold; the rest is for activations, other caches, fragmentation
 
 _held: int | None = None  # bytes that the run holds by its settings, inside ``planned``
 

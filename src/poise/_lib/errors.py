@@ -46,13 +46,13 @@ def unknown(what: str, name: str, allowed: Iterable[str]) -> str:
     near = get_close_matches(name[:LONGEST].lower(), by_lower_case, n=1, cutoff=0.5)
     guess = f"; did you mean {by_lower_case[near[0]]!r}?" if near else ""
     if guess and len(options) > MOST_LISTED:
-        return f"unknown {what} {short(name)}{guess} (allowed are {len(options)} names)"
+        return f"unknown {what} {short(name)}{guess} ({len(options)} names are allowed)"
     listed = ", ".join(options) if options else "there are none"
     return f"unknown {what} {short(name)}{guess} (allowed: {listed})"
 
 
 def misspelt(name: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` that ``name`` almost is; None if it is one of them or like none."""
+    """The entry of ``names`` that resembles ``name``; None if ``name`` is an entry itself, or resembles none."""
     options = list(names)
     near = [] if name in options else get_close_matches(name[:LONGEST].lower(), options, n=1, cutoff=0.8)
     return near[0] if near else None

@@ -139,7 +139,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove the files that a killed process left incomplete in ``folder``, and finish its interrupted replacements."""
     for path in folder.glob(TEMPORARY + "*"):
         remove(path)
-    for path in folder.glob(OLD + "*"):  # killed between two renames: restore it unless the new one is in place
+    for path in folder.glob(OLD + "*"):  # killed between two renames: restore it unless the new folder is in place
         original = path.with_name(path.name.removeprefix(OLD))
         if original.exists():
             remove(path)

@@ -21,7 +21,7 @@ from typing import Any
 from poise._lib.calls import syntax_tree
 
 DEEPEST = 100  # levels of nested values that are read; more could exhaust Python's stack
-LONG = 1000  # characters
+LONG = 1000  # characters; a longer text is replaced by its hash
 _OWN = Path(__file__).resolve().parents[1]
 _PLACES = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _LIBRARIES = tuple(os.path.realpath(folder) + os.sep for folder in (*_PLACES, str(_OWN)))
@@ -56,7 +56,7 @@ def package_hash() -> str:
 def is_installed(file: Path) -> bool:
     """Whether a file belongs to Python, poise or an installed package.
 
-    Such a file is identified by a version, so its contents need no hash.
+    Installed files are identified by their version, so their contents need no hash.
     """
     return str(file.resolve()).startswith(_LIBRARIES)
 

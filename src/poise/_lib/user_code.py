@@ -56,7 +56,7 @@ def blamed(
     """Turn an exception in the user's own code, such as a regulator, into one that names the file and line.
 
     ``kind`` is the setting and ``text`` its value. An exception passes unchanged if its type is in ``passing``, if the
-    code is poise's own or, with ``raised_there``, if the traceback contains no file of the user's.
+    code is poise's own or, with ``raised_there``, if the traceback has none of the user's files.
     """
     try:
         yield
@@ -265,7 +265,7 @@ def build(name: str, kind: Callable[..., Any], settings: Mapping[str, Any], args
 
 def forgotten_dataclass(thing: Any) -> str:
     """A hint for the message about an unknown setting: a class without @dataclass takes no settings."""
-    if not inspect.isclass(thing) or "__init__" in vars(thing):  # @dataclass writes one too
+    if not inspect.isclass(thing) or "__init__" in vars(thing):  # @dataclass writes __init__ too
         return ""
     return f"; write @dataclass above class {thing.__name__}, and its fields (name: type = default) are settings"
 
@@ -308,7 +308,7 @@ def _module(kind: str, path: str, name: str) -> ModuleType:
 
 
 def _check_shadows(what: str, file: Path) -> None:
-    """Raise ValueError if Python would replace a file that ``file`` imports by another file.
+    """Raise ValueError if Python would import another file in place of one that ``file`` imports.
 
     ``what`` is the start of the message and names ``file``.
     """
@@ -326,7 +326,7 @@ def _from_name(name: str) -> ModuleType:
 
 
 def _from_file(file: Path, written: str) -> ModuleType:
-    """Import a file as a module. Its name contains a hash of the file and its imports.
+    """Import a file as a module whose name contains a hash of the file and its imports.
 
     So no installed module has the same name, and an edited file is a new module.
     """
