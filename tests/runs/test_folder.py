@@ -152,7 +152,7 @@ def test_metrics_that_lack_a_step_or_have_one_twice_are_noticed(run):
     assert "metrics.jsonl has no line for 2 steps, the first is 2: training continues" in said[0]
     path.write_bytes(lines[0] + lines[2] + lines[1])
     run.rewind(3, say=said.append)
-    assert "has steps twice, or unordered" in said[1]
+    assert "has repeated or unordered steps" in said[1]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "a"', b'{"step": 3}', b"\0\0\0\n", b"{}\n"])

@@ -122,7 +122,7 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path):
 def test_a_folder_that_cannot_be_made_says_what_to_do(tmp_path):
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(OSError, match=r"run folder .*file/run cannot be made .*: choose another run=DIR"),
+        pytest.raises(OSError, match=r"run folder .*file/run cannot be created .*: choose another run=DIR"),
         owned(tmp_path / "file" / "run", make=True),
     ):
         pass

@@ -69,7 +69,7 @@ def test_a_budget_ends_the_run_with_the_step_that_reaches_it(tmp_path, whole, ca
         assert folder.checkpoints()[-1] == steps
         assert not any(key.startswith("eval/") for key in folder.metrics()[-1])  # the evaluation after it says the same
         shown = capsys.readouterr().out
-        said = f"budget={budget} is spent" if steps < 3 else f"steps=3 came before budget={budget}"
+        said = f"budget={budget} is spent" if steps < 3 else f"steps=3 ended the run before budget={budget}"
         assert f"{said}: {summary['tokens']} tokens were sampled in {steps} steps" in shown
         assert f"{steps}/3  {summary['tokens']:,}/{budget:,} tokens" in shown
         assert shown.count("sample  reward") == (3 if steps == 1 else 6)  # at the first step and the last

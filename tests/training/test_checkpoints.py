@@ -109,7 +109,7 @@ def test_a_checkpoint_of_another_step_or_run_is_not_taken(run, tmp_path):
     save(run, 20, write(20))
     checkpoints = run.path / "checkpoints"
     others = {
-        "it belongs to step 20, but has another name": RunFolder(run.path),
+        "it belongs to step 20, but its folder has another name": RunFolder(run.path),
         "a run with seed 4; this one has seed 3": RunFolder.create(tmp_path / "seed", {"seed": 4}),
         "settings other than those in config.json": RunFolder.create(tmp_path / "lr", {"seed": 3, "optim": {"lr": 1}}),
     }

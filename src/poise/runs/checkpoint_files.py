@@ -114,7 +114,7 @@ class CheckpointFiles:
         if failures and len(others) == len(failures):
             raise CheckpointError(
                 f"{self.run.path}/config.json was edited since the run began ({others[0].difference}): undo the "
-                f"changes there. A resumed run may change, written after --resume: {', '.join(CHANGEABLE)}"
+                f"changes there. Only these settings may change, written after --resume: {', '.join(CHANGEABLE)}"
             ) from cause
         if failures:
             listed = "\n  ".join(failures)
@@ -129,7 +129,7 @@ class CheckpointFiles:
         """
         manifest, origin = verify(self.run.checkpoint(step), within), self._origin
         if manifest.get("step", step) != step:
-            raise ValueError(f"it belongs to step {manifest['step']}, but has another name")
+            raise ValueError(f"it belongs to step {manifest['step']}, but its folder has another name")
         if manifest.get("seed", origin["seed"]) != origin["seed"]:
             raise ValueError(f"it belongs to a run with seed {manifest['seed']}; this one has seed {origin['seed']}")
         saved, now = manifest.get("settings", origin["settings"]), origin["settings"]

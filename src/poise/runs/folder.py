@@ -49,7 +49,7 @@ _OWN = (
 )
 LAST_STEP = 10**12 - 1
 LARGEST_ROLLOUTS = 2**30  # uncompressed bytes of a step's responses; a hostile 10 MB file can unpack to 10 GB
-ASIDE = "set-aside-"  # prefix of an unreadable checkpoint without which the run continued
+ASIDE = "set-aside-"  # prefix of an unreadable checkpoint that a resumed run skipped
 COPY = "put the file back from a copy"
 
 
@@ -303,7 +303,7 @@ class RunFolder:
             present = set(logged)
             first = next((s for s in range(1, step + 1) if s not in present), None)
             gap = step - sum(1 <= s <= step for s in present)
-            what = f"has no line for {gap} steps, the first is {first}" if gap else "has steps twice, or unordered"
+            what = f"has no line for {gap} steps, the first is {first}" if gap else "has repeated or unordered steps"
             remedy = f"training continues, and the curves stay as they are; to repair the file, stop and {COPY}"
             say(f"{self._metrics} {what}: {remedy}")
         for later in [s for s in _steps(self._rollouts, ".jsonl.gz") if s > step]:

@@ -53,7 +53,7 @@ def find_runs(folder: Path) -> list[Listed]:
 
 
 def read(folder: Path) -> Listed:
-    """Return the list entry of the run in a folder. If files are damaged, the state is "damaged"; nothing is raised."""
+    """Return the list entry of a run. A damaged config.json or metrics.jsonl only sets the state to "damaged"."""
     settings, before, summary = (_read(folder, name) for name in ("config.json", "before.json", "summary.json"))
     task, diverged = settings.get("task"), _read(folder, "diverged.json")
     named = {name: settings.get(name) for name in ("model", "task", "regulator", "algorithm")}
@@ -85,7 +85,7 @@ def read(folder: Path) -> Listed:
 
 def _runs(folder: Path, levels: int) -> Iterator[Path]:
     if is_run(folder):
-        if not (folder / "diagnose.json").exists():  # not a run: written by poise diagnose, with its settings
+        if not (folder / "diagnose.json").exists():  # written by poise diagnose, which saves its settings too
             yield folder
     elif levels:
         for path in sorted(folder.iterdir()):

@@ -28,7 +28,7 @@ except ImportError:  # Windows: no lock
 
 OWNER = "owner.json"  # exists while a process trains; a crash leaves the file, but frees its lock
 OTHER = "choose another run=DIR"
-_START = b'{"pid": '  # the beginning of the lock file, unless it is empty; other files are not touched
+_START = b'{"pid": '  # a lock file begins with this, or is empty; poise touches no other file
 
 
 class BusyError(OSError):
@@ -47,7 +47,7 @@ def owned(folder: Path, *, make: bool) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             why = error.strerror or type(error).__name__
-            raise type(error)(f"run folder {folder} cannot be made ({why}): choose another run=DIR") from error
+            raise type(error)(f"run folder {folder} cannot be created ({why}): choose another run=DIR") from error
     handle = _acquire(folder / OWNER) if fcntl and folder.is_dir() else None
     try:
         yield
@@ -139,7 +139,7 @@ def check_free(path: Path, remedy: str = "") -> None:
 
 
 def free_folder(run: str, say: Callable[[str], None], what: str = "run") -> str:
-    """Return ``run``, or the next free folder (``runs/mine-2``) if ``run`` has a run (a notebook cell ran twice)."""
+    """Return ``run``, or the next free folder (``runs/mine-2``) if ``run`` is taken (a notebook cell ran twice)."""
     folder = expand(run)
     if not (folder / "config.json").exists():
         return run
@@ -153,7 +153,7 @@ def free_folder(run: str, say: Callable[[str], None], what: str = "run") -> str:
 
 
 def resume_command(path: Path, more: str = "") -> str:
-    """The command that resumes the run in a folder; a Python call if the run has objects. ``more`` is appended."""
+    """The command that resumes the run in a folder; a Python call if the run names objects. ``more`` is appended."""
     settings = None
     with suppress(ValueError, OSError):
         settings = read_json(path / "config.json")

@@ -131,7 +131,7 @@ class Console:
         self._live.start()
 
     def on_start(self, state: State) -> None:
-        """Start to predict the remaining time, after the first evaluation."""
+        """Start to predict the remaining time, after the first evaluation. Note if nothing is left to train."""
         if setting := state.ending(self.total_steps, self.budget):
             self.note(f"already at step {state.step}: nothing to train; to continue, raise {setting}=")
         self.begin(state.step, state.tokens)
@@ -147,7 +147,7 @@ class Console:
             self.samples_table([shown(each, self._read) for each in result.trajectories if each.role == FIRST])
         self.step(step, result.metrics)
         if self.budget is not None and ending:
-            spent, early = f"budget={self.budget} is spent", f"steps={step} came before budget={self.budget}"
+            spent, early = f"budget={self.budget} is spent", f"steps={step} ended the run before budget={self.budget}"
             self.note(f"{spent if ending == 'budget' else early}: {tokens} tokens were sampled in {step} steps")
 
     def begin(self, step: int, tokens: int = 0) -> None:
@@ -299,7 +299,7 @@ def _cell(value: object) -> str:
 
 
 def dialogue(sample: Trajectory) -> str:
-    """Join the replies and the environment's messages in order, with a bar before each line of the environment's."""
+    """Join the replies and the environment's messages in order, with a bar before each line from the environment."""
     parts = [
         message["content"]
         if message["role"] == "assistant"

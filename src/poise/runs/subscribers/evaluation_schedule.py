@@ -115,7 +115,7 @@ class EvaluationSchedule:
         return before
 
     def due(self, step: int) -> bool:
-        """Whether an evaluation is due after this step, if it is not the last."""
+        """Whether an evaluation is due after this step, if the step is not the last."""
         every = self.config.evaluation.every
         return every > 0 and step % every == 0
 

@@ -189,7 +189,7 @@ TABLE = (
         "all-wrong",
         _all_wrong,
         lambda run: f"No response has been right since the run began, in {len(run.lines)} steps"
-        + (": all rewards are equal, and nothing is learned." if run.no_spread else "; only their rewards differ."),
+        + (": all rewards are equal, and nothing is learned." if run.no_spread else ", although rewards differ."),
         lambda run: f"Read some responses: {shlex.join(['poise', 'report', run.config.run])}. If they are wrong, use "
         "easier problems, an instruction-tuned model, or a larger group=. If they are right, the reward cannot read "
         "them: show the form of the answer in the prompt, or fix the reward (docs/rewards.md). A response counts as "
