@@ -66,7 +66,7 @@ def test_dry_run_tells_the_time_of_steps_like_those_of_its_folder(tmp_path):
     took = f"# time: a step took 31 s (median of 3 in {config.run})"
     assert f"{took}: 5 steps take about 2:35, " in poise("train", "tiny", *settings).output
     resumed = poise("train", "--resume", f"run={config.run}", "--dry-run").output
-    assert f"{took}: 2 steps take about 1:02, evaluations and checkpoints not counted" in resumed
+    assert f"{took}: 2 steps take about 1:02, without evaluations and checkpoints" in resumed
 
 
 def test_dry_run_tells_the_memory_of_a_model_that_is_here():
@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_is_not_measured_nor_trained_on(copy, tmp_path):
     assert not (tmp_path / "next").exists()
     assert poise("eval", before, *measured).exit_code == 0
     shutil.move(before, newest.with_name("step-000003"))
-    assert "it belongs to step 1, but has another name" in fails("eval", copy, *measured)
+    assert "it belongs to step 1, but its folder has another name" in fails("eval", copy, *measured)
     (newest / "manifest.json").unlink()
     assert "manifest.json is missing" in fails("eval", newest / "model", *measured)
     plain = shutil.copytree(copy / "checkpoints" / "step-000003" / "model", tmp_path / "plain")

@@ -20,7 +20,7 @@ Trust = Annotated[
 ]
 
 TrustChanged = Annotated[
-    bool, typer.Option("--trust-changed", help="Continue even if your own code has changed; the run records this.")
+    bool, typer.Option("--trust-changed", help="Continue even if your own code has changed, and record the change.")
 ]
 
 

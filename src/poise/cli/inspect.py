@@ -27,7 +27,7 @@ def runs(
     """List the runs in a folder and below it, newest first: state, settings, steps, held-out accuracy before → after.
 
     A run is training, finished, stopped (continue with `poise train --resume DIR`), diverged, or damaged. *(edited)*
-    means that somebody changed its accuracy: its before.json or summary.json is not as the run wrote it.
+    means that the run's before.json or summary.json was changed after the run wrote it.
 
     Examples:
 
@@ -224,7 +224,7 @@ def _place(runs: list[str], out: Path | None) -> Path:
     first = Path(runs[0])
     beside = first.with_suffix(".html") if first.is_file() else first / "report.html"
     place = out or (beside if len(runs) == 1 else Path("report.html"))
-    if out is None and place.is_symlink():  # the run's author may have chosen its target
+    if out is None and place.is_symlink():  # the run's author may have chosen the link's target
         fail(f"{place} is a link to another file: name the file to write with --out")
     if place.is_dir():
         fail(f"--out {place} is a folder: name a file, such as {place / 'report.html'}")

@@ -34,10 +34,10 @@ def evaluate(
     A run is measured on its own task with its own settings, as at the end of training. The embedded model, or a model
     with a `warmstart.yaml`, is measured on the task that it learned. For any other model, name the task.
 
-    All settings of `poise train` work here. These need no group name; in brackets, the default for a model that is not
-    a run: `samples` (the k, 8), `problems` (200), `seed` (of the problems, 0), `temperature` (1; 0 is greedy, as in the
-    demo), `max_tokens` (512), `max_prompt` (512), `top_p`, `top_k`, `batch` (256 responses decoded together; 0: all),
-    `engine`.
+    All settings of `poise train` work here. The following need no group name; brackets show the default if the model is
+    not a run: `samples` (8; the k), `problems` (200), `seed` (0; of the problems), `temperature` (1; 0 is greedy, as in
+    the demo), `max_tokens` (512), `max_prompt` (512), `top_p`, `top_k`, `batch` (256 responses decoded at once; 0: all)
+    and `engine`.
 
     Examples:
 

@@ -29,7 +29,7 @@ def train(
     trust: Trust = False,
     trust_changed: TrustChanged = False,
 ) -> None:
-    """Train a model. Without a recipe this runs the demo: it trains poise's own small model, on any laptop.
+    """Train a model. Without a recipe, train the demo: poise's own small model, on any laptop.
 
     RECIPE is the name of a shipped recipe or a YAML file. If you name a model but no recipe, poise uses defaults for
     pretrained models, and you must name the task: `task.name=…` (see `poise tasks`), `data=FILE reward=…`, or
@@ -86,7 +86,7 @@ def train(
 
 
 def _hours(config: Config, *, resume: bool) -> str:
-    """How long the steps take, by those that the run's folder has already; empty if it has none."""
+    """Estimate the time of the steps to train from those in the run's folder; empty if the folder has none."""
     from poise._lib.files import expand
     from poise.runs.folder import RunFolder
     from poise.runs.subscribers.console import duration
@@ -99,7 +99,7 @@ def _hours(config: Config, *, resume: bool) -> str:
     step = median(seconds)
     left = max(0, config.steps - rows[-1]["step"]) if resume else config.steps
     took = f"a step took {step:.3g} s (median of {len(seconds)} in {config.run})"
-    return f"{took}: {left} steps take about {duration(left * step)}, evaluations and checkpoints not counted"
+    return f"{took}: {left} steps take about {duration(left * step)}, without evaluations and checkpoints"
 
 
 def _memory(config: Config) -> str:
