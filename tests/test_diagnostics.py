@@ -313,7 +313,7 @@ def test_the_verdict_on_a_batch_that_teaches_nothing():
 
 def test_the_verdict_where_there_is_nothing_to_compare():
     _, sentences = said(names=("constant(weight=0)", "grpo"))
-    assert sentences == ["constant(weight=0) leaves no gradient: name a method first that learns from these tokens."]
+    assert sentences == ["constant(weight=0) leaves no gradient: put a method first that learns from these tokens."]
     likely = torch.full((20, 12), 0.9, dtype=torch.float64).log()
     _, sentences = said({"old_logp": likely})
-    assert sentences == ["No token was sampled with a probability in 0–0.25 or in 0.75–1: choose other intervals."]
+    assert sentences == ["The interval 0–0.25 or 0.75–1 has no tokens: choose other intervals."]

@@ -277,14 +277,15 @@ def said(share=(0.6, 0.4), error=(0.1, 0.1), off=0.1, batches=8):
 
 
 def test_a_conclusion_follows_from_figures_that_are_surer_than_their_errors():
-    assert "moves (0.25, 1] 1.8 times as far, (0.25, 1] alone moves [0, 0.25] 0.5 times as far: the unlikely" in said()
+    assert "a step on [0, 0.25] alone moves (0.25, 1] 1.8 times as far as a step on (0.25, 1], and" in said()
+    assert "(0.25, 1] alone moves [0, 0.25] 0.5 times as far as a step on [0, 0.25]: the unlikely" in said()
     assert "the unlikely tokens dominate" in said(error=(None, None), off=None, batches=1)  # no error
 
 
 @pytest.mark.parametrize("settings", [{"share": (0.35, 0.65), "error": (0.35, 0.35)}, {"off": 0.5}])
 def test_nothing_follows_where_an_error_is_as_large_as_its_value(settings):
     assert "dominate" not in said(**settings)
-    assert "an error here is as large as its value, so this shows nothing: measure more" in said(**settings)
+    assert "a value is no larger than its error, so this shows nothing: measure more" in said(**settings)
 
 
 def test_few_batches_know_little_of_their_own_error():

@@ -77,8 +77,8 @@ def test_equal_speeds_within_a_margin():
     def said(margin):
         return " ".join(analyse([base, same], "grpo", cut=100, margin=margin)["verdict"])
 
-    assert "no significant difference, and within ± 7 % of it" in said(0.07)
-    assert "no significant difference, but not shown to be within ± 0.01 % of it" in said(0.0001)
+    assert "no significant difference, and within ± 7 % of equal speed" in said(0.07)
+    assert "no significant difference, but not shown to be within ± 0.01 % of equal speed" in said(0.0001)
     assert "within" not in said(None)
 
 

@@ -77,7 +77,7 @@ def test_cautions():
     assert [document["arms"][1]["results"][seed] for seed in ("3", "4")] == pytest.approx([0.1, 0.0])
     said = " ".join(document["verdict"])
     for words in (
-        "1 of 10 runs are not finished", "2 of 9 runs diverged", "1 before any evaluation, as 0",
+        "1 of 10 runs are not finished", "2 of 9 runs diverged", "0 for 1 without a measurement",
         "1 of 9 runs ended far below their best", "× optimizer steps", "× FLOP",
     ):  # fmt: skip
         assert words in said

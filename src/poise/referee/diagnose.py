@@ -57,7 +57,7 @@ class PolicyLoop:
         self.parameters: Sequence[Tensor] = policy.parameters()
 
     def gradient(self, phase: Phase) -> None:
-        """Store the unclipped gradient of all responses in the parameters."""
+        """Store the phase's gradient over all responses, unclipped, in the parameters."""
         backward(self.policy, self.batch, phase, replace(self.plan, objective=self.settings))
         clip(self.parameters, torch.inf, phase.name)
 
@@ -250,13 +250,13 @@ def verdict(mean: dict[str, Any], error: dict[str, Any], names: Sequence[str], b
     Errors are 95 % intervals by Student's t; with two batches they reach 13 standard errors to each side.
     """
     if not mean["with_gradient"]:
-        return ["No token had an advantage: all responses of a group got the same score, so there is nothing to learn."]
+        return ["No token had an advantage: each group's responses got equal scores, so there is nothing to learn."]
     method, low, high = next(iter(mean["regulators"])), names[0], names[-1]
     base, off = mean["regulators"][method], error["regulators"][method]
     if base["share"][0] is None:
-        return [f"{method} leaves no gradient: name a method first that learns from these tokens."]
+        return [f"{method} leaves no gradient: put a method first that learns from these tokens."]
     if not (mean["tokens"][0] and mean["tokens"][-1]):
-        return [f"No token was sampled with a probability in {low} or in {high}: choose other intervals."]
+        return [f"The interval {low} or {high} has no tokens: choose other intervals."]
     wide, over = inf, ""
     if batches > 1:
         wide, over = student_factor(batches), f" (95 % interval over {batches} batches)"
@@ -297,16 +297,16 @@ def _influence(base: dict[str, Any], error: dict[str, Any], low: str, high: str,
     figures = [(rows[i][j], errors[i][j]) for i, j in corners]
     figures += [(base["share"][i], error["share"][i]) for i in (0, -1)]
     if any(off is not None and wide * off >= abs(value) > 0 for value, off in figures):
-        conclusion = "an error here is as large as its value, so this shows nothing: measure more (--batches, prompts=)"
+        conclusion = "a value is no larger than its error, so this shows nothing: measure more (--batches, prompts=)"
     elif onto_high > 1 > onto_low:
-        conclusion = "the unlikely tokens dominate, as the paper says"
+        conclusion = "the unlikely tokens dominate, as in arXiv 2505.12929"
     elif onto_low > 1 > onto_high:
-        conclusion = "the likely tokens dominate, unlike in the paper"
+        conclusion = "the likely tokens dominate, unlike in arXiv 2505.12929"
     else:
         conclusion = "neither side drowns out the other"
     return [
-        f"compared with their own step, {low} alone moves {high} {onto_high:.2g} times as far, "
-        f"{high} alone moves {low} {onto_low:.2g} times as far: {conclusion}"
+        f"a step on {low} alone moves {high} {onto_high:.2g} times as far as a step on {high}, and a step on {high} "
+        f"alone moves {low} {onto_low:.2g} times as far as a step on {low}: {conclusion}"
     ]
 
 

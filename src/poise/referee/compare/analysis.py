@@ -1,8 +1,8 @@
 """Computes the results of a comparison from its arms and runs: the content of ``comparison.json``.
 
-Scores are fractions, such as 0.575; only sentences and plots use points. Secondary scores have intervals but no
-corrected p, because only the main score is tested. With a ``cut``, all runs are compared after that many steps,
-and each arm also has a speed factor: *better* and *faster* are two verdicts, each with its own correction.
+Scores are fractions, such as 0.575; only sentences and plots use percentage points. Secondary scores have intervals but
+no corrected p, because only the main score is tested. With a ``cut``, all runs are compared after that many steps, and
+each arm also has a speed factor: *better* and *faster* are two verdicts, each with its own correction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from poise.referee.compare.statistics import (
 from poise.referee.compare.verdict import verdict
 from poise.training.config.documents import Document
 
-DROP = 0.1  # a run that ends this far below its best has collapsed; if its best is below 0.2: half of the best
+DROP = 0.1  # a run that ends further below its best has collapsed; for a best below 0.2, half the best, at least 0.05
 
 
 def analyse(

@@ -62,7 +62,7 @@ def compare(
 
 
 def _check_models(plan: Plan) -> tuple[int, float | None]:
-    """Raise an error if a model, an engine or memory is missing, before anything is written. Finished runs need none.
+    """Raise an error if a model, an engine or memory is missing, before anything is written. Skip finished runs.
 
     Return the number of parallel runs and each one's share of the GPU's memory, as ``parallel_jobs`` does.
     """
@@ -79,7 +79,7 @@ def _check_models(plan: Plan) -> tuple[int, float | None]:
 
 
 def _forecast(plan: Plan, jobs: int) -> None:
-    """Print the plan, and forecast its time from a trial run. Write nothing."""
+    """Print the plan, and forecast its time from a trial run. Write nothing to the comparison's folder."""
     for line in description.heading(plan):
         print(visible(line))
     print("measuring two steps of a run …", flush=True)

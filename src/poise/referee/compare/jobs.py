@@ -20,7 +20,7 @@ def parallel_jobs(configs: Sequence[Config], jobs: int | None, runs: int) -> tup
     """The number of runs in parallel, and the share of the GPU's memory for each; None if they do not share a GPU.
 
     ``configs`` are the settings of the runs that are left, ``jobs`` is the user's setting, ``runs`` the number of all
-    runs. All runs have the same share. So each divides its work into the same passes, however many others are running.
+    runs. Every run has the same share, so it divides its work into the same passes however many others are running.
     """
     jobs = None if jobs is None else min(jobs, runs)
     if not configs or (device := resolve_device(configs[0].device)).type != "cuda":
@@ -38,9 +38,9 @@ def parallel_jobs(configs: Sequence[Config], jobs: int | None, runs: int) -> tup
 
 
 def _different(configs: Sequence[Config]) -> list[Config]:
-    """The configs, but only one of those that differ in nothing except seed, rate, regulator and folder.
+    """One config for each combination of the settings that may affect memory.
 
-    These settings do not change the memory.
+    Seed, rate, regulator and folder do not.
     """
 
     def rest(config: Config) -> str:

@@ -62,7 +62,7 @@ def show(document: Document, console: Console) -> None:
     later = [{**arm, "name": f"{arm['name']} (exploratory)"} for arm in document.get("exploratory", ())]
     rows = [_table_row(arm, speed=document["cut"] is not None) for arm in (*document["arms"], *later)]
     if document.get("settings", {}).get("evaluation", {}).get("temperature") == 0:
-        rows = [{key: value for key, value in row.items() if key != "greedy"} for row in rows]  # it equals accuracy
+        rows = [{key: value for key, value in row.items() if key != "greedy"} for row in rows]  # same as accuracy
     console.table(rows)
     for sentence in document["verdict"]:
         console.note(sentence)
@@ -132,7 +132,7 @@ def _with_ends(name: str, value: float | None, interval: Sequence[float] | None)
 
 
 def _settings(settings: Mapping[str, Any]) -> Row:
-    """The settings as CSV columns. The prefix keeps a setting such as ``steps`` apart from a result with its name."""
+    """The settings as CSV columns. The prefix separates a setting such as ``steps`` from a result of that name."""
     texts = {key: rate_text(value) if isinstance(value, float) else value for key, value in settings.items()}
     return {f"settings.{key}": value for key, value in texts.items()}
 

@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """The number of runs."""
+        """The number of runs, tuning included."""
         return len(self.tuning_runs()) + len(self.seeds) * len(self.arms)
 
 

@@ -13,7 +13,7 @@ from poise.referee.compare.worker import THREADS, die_with_parent
 os.setsid()  # Ctrl-C on the terminal reaches only the comparison, which stops the runs
 die_with_parent()
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each run that compiles starts one per core
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each run that compiles starts a worker per core
 # NumPy and SciPy each bring an OpenBLAS, which starts a thread per core on import.
 os.environ.update(dict.fromkeys(THREADS, "1"))
 # pyarrow's memory allocator also starts threads; transformers imports pyarrow through scikit-learn, if installed.

@@ -1,6 +1,6 @@
 """Registered plans: ``--register`` freezes a comparison before its first run, as ``registered`` in ``plan.json``.
 
-It freezes the plan (``plan_file.described``) with a checksum that can be published. Arms and seeds that are added later
+The frozen plan (``plan_file.described``) has a checksum that can be published. Arms and seeds that are added later
 are exploratory: the verdict on the registered plan does not use them.
 """
 

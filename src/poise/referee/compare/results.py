@@ -107,7 +107,7 @@ class RunResult:
         after = next((point for point in self.curve if point.step > cut), None)
         if after is not None and points and points[-1].step < cut:
             points.append(points[-1].towards(after, cut))
-        whole = points and (after is not None or points[-1].step == cut)  # whether its score at the cut is known
+        whole = points and (after is not None or points[-1].step == cut)  # whether the score at the cut is known
         return replace(
             self,
             state="finished" if whole and self.state == "diverged" else self.state,
@@ -242,7 +242,7 @@ def _scores(evaluation: Mapping[str, Any]) -> dict[str, float]:
 def _costs(folder: RunFolder, responses: int, lines: Sequence[Line]) -> Iterator[Cost]:
     """The cost up to each step.
 
-    FLOP are estimated per parameter and token. Sampling costs 2, for each model. Each phase of the update costs 6 in
+    FLOP are estimated per parameter and token. Each model's sampling costs 2. Each phase of the update costs 6 in
     rows with a gradient: 2 for the forward pass, 2 for the gradients of the layers' inputs, and 2 for the gradients of
     the weights, which LoRA does not need. Prompts, attention, adapters and evaluations do not count.
     """

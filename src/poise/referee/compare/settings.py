@@ -15,7 +15,7 @@ from poise.training.config.messages import explain
 
 TUNING = 10_000  # the first tuning seed
 MOST_SEEDS = 1000
-LONGER = 2.0  # the baseline's steps in multiples of the others', if speed is measured
+LONGER = 2.0  # the default of ``longer``
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class Settings(Group):
     arms: Annotated[list[Annotated[dict[str, Any], Field(min_length=1)]], Field(min_length=1)] | None = None
     baseline: Any = None  # the name of an arm
     controls: Literal["none", "auto"] = "none"
-    measure: Literal["accuracy", "speed"] = "accuracy"  # accuracy at the end; speed: also the speed
+    measure: Literal["accuracy", "speed"] = "accuracy"  # speed: also compare how fast arms learn
     longer: Annotated[Real, Field(ge=1, le=100)] = LONGER  # the baseline's steps, in multiples of the cut
     margin: Annotated[Real, Field(ge=0, le=1)] | None = None  # differences in speed up to this share count as equal
 

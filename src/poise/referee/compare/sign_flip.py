@@ -63,7 +63,7 @@ def intervals(samples: ArrayLike, level: float = 0.95) -> tuple[Floats, Floats]:
     with np.errstate(invalid="ignore", divide="ignore"):  # a random flip may flip nothing or everything
         inside_RF = sums_RF / sizes_F
         outside_RF = (d_RN.sum(1, keepdims=True) - sums_RF) / (n - sizes_F)
-    whole_F = (sizes_F == 0) | (sizes_F == n)  # these reach every mean
+    whole_F = (sizes_F == 0) | (sizes_F == n)  # flipping nothing or everything counts at every shift
     low_RF = np.where(whole_F, -inf, np.minimum(inside_RF, outside_RF))
     high_RF = np.where(whole_F, inf, np.maximum(inside_RF, outside_RF))
     rounding_R = _ROUNDING * np.abs(d_RN).max(1)

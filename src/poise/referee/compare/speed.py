@@ -20,7 +20,7 @@ import numpy as np
 from poise.referee.compare.results import Arm, RunResult
 from poise.referee.compare.sign_flip import Floats
 
-FLAT = 0.1  # if the baseline gains less than this share of its whole gain after the cut, its curve is flat there
+FLAT = 0.1  # the baseline's curve is flat if at most this share of its gain comes after the cut
 
 
 class Curve(NamedTuple):

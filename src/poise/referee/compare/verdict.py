@@ -59,7 +59,7 @@ def _idle(arm: Mapping[str, Any]) -> bool:
 
 
 def _look_caution(looks: Sequence[int]) -> list[str]:
-    """A caution if results were seen before: if each of k tests errs in 5 %, any test errs in at most k · 5 %."""
+    """A caution if results were seen before: if each of k tests errs in 5 %, at least one errs in at most k · 5 %."""
     if len(looks) < 2:
         return []
     before, bound = ", ".join(map(str, looks[:-1])), 100 * min(1.0, len(looks) * (1 - LEVEL))
@@ -136,8 +136,8 @@ def _within(speed: Mapping[str, Any], margin: float | None) -> str:
         return ""
     low, high = speed["interval"]
     if 1 - margin <= low and high <= 1 + margin and not speed["beyond"]:
-        return f", and within ± {100 * margin:g} % of it"
-    return "" if low > 1 or high < 1 else f", but not shown to be within ± {100 * margin:g} % of it"
+        return f", and within ± {100 * margin:g} % of equal speed"
+    return "" if low > 1 or high < 1 else f", but not shown to be within ± {100 * margin:g} % of equal speed"
 
 
 def _explanations(arm: Mapping[str, Any]) -> Iterator[str]:
@@ -205,10 +205,10 @@ def _cautions(arm: Mapping[str, Any]) -> Iterator[str]:
     if changed and (part := much(arm["before"], arm["accuracy"], _lost(arm, "before"), _lost(arm, "mean"))):
         yield f"{name}, compared with before training: {part}."
     if arm["unsealed"]:
-        yield f"{name}: {arm['unsealed']} of {done} results have no checksum, so a changed number would not show."
+        yield f"{name}: {arm['unsealed']} of {done} results have no checksum, so an edited number would go unnoticed."
     if diverged := len(arm["diverged"]):
-        zero = f"; {len(arm['counted_as_zero'])} before any evaluation, as 0" if arm["counted_as_zero"] else ""
-        yield f"{name}: {diverged} of {done} runs diverged, and count with the accuracy last measured{zero}."
+        zero = f" (0 for {len(arm['counted_as_zero'])} without a measurement)" if arm["counted_as_zero"] else ""
+        yield f"{name}: {diverged} of {done} runs diverged: their last accuracy in training counts{zero}."
     if collapsed := arm["stability"]["collapsed"]:
         yield f"{name}: {collapsed} of {done} runs ended far below their best."
     if missing:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-DONE, FAILED, STOPPED = 0, 1, 75  # exit codes; a diverged run also fails, and its folder records it
+DONE, FAILED, STOPPED = 0, 1, 75  # exit codes; a diverged run fails too, and its folder records the divergence
 WAIT = 60.0  # seconds to wait until a killed comparison's process releases the folder
 PR_SET_PDEATHSIG = 1
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -80,7 +80,7 @@ def carry_out(job: Job) -> int:
     os.environ.update(dict.fromkeys(THREADS, str(job.threads)))  # for child processes
     torch.set_num_threads(job.threads)
     try:
-        config = restore(job.settings, trust=True)  # the user typed them
+        config = restore(job.settings, trust=True)  # the user typed these settings
         if job.data is not None and job.data != data_fingerprint(config.task.build()):
             raise TaskError("the data were edited since the comparison started: restore them, or start another run=DIR")
         if files := edited(job.code or config.code, config.code):
@@ -89,7 +89,7 @@ def carry_out(job: Job) -> int:
             )
         device = resolve_device(config.device)
         if config.deterministic and device.type == "cuda":
-            fix_workspace()  # before CUDA starts, as it does below
+            fix_workspace()  # before the calls below start CUDA
         if job.share is not None:
             limit_memory(device, job.share)
         _train(config, None if job.before is None else shared_start.read(job.before, config))

@@ -18,7 +18,7 @@ from poise.referee.report.weighing import step_metrics
 
 PATTERNS = ("*.jsonl", "step_*/*.jsonl", "token_exports/step_*/*.jsonl")  # poise's; prime-rl's, from two folders
 OTHERS = ("metrics.jsonl",)  # JSON lines in run folders, not token files
-MODELS = ("config.json", "adapter_config.json")  # in the folder of a run or a model
+MODELS = ("config.json", "adapter_config.json")  # mark the folder of a run or a model
 LONGEST_LINE = 2**26  # bytes
 LONGEST_REASON = 160  # the most characters of the reason why a line was skipped
 NAMED = 5  # damaged lines that are described individually

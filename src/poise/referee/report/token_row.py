@@ -34,7 +34,7 @@ UNKNOWN: dict[str, Any] = {
     "parts": {},
 }
 RECORD = (*UNKNOWN, "problem", "group", "text", "gold", "answer", "environment")
-PRIME_RL = 1  # the version of its exports
+PRIME_RL = 1  # the version of prime-rl's exports that poise reads
 POSITIVE = 0.01  # larger values are not log-probabilities, even after rounding
 
 

@@ -20,7 +20,7 @@ class Decoder:
 
 
 def response_texts(tokens: Sequence[int], own: Sequence[bool], decoder: Decoder) -> dict[str, Any]:
-    """The text fields of a line. ``own`` marks the tokens that the model wrote, not the environment."""
+    """The text fields of a line. ``own`` marks the tokens that the model, not the environment, wrote."""
     mine = [token for token, is_own in zip(tokens, own, strict=True) if is_own]
     turns, before = [], 0
     for is_own, pairs in groupby(zip(own, tokens, strict=True), key=lambda pair: bool(pair[0])):

@@ -119,7 +119,7 @@ def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def interval_table(weighed: Weighed, names: Sequence[str]) -> list[dict[str, Any]]:
-    """One row per interval of p: its share of the tokens, and of each method's gradient."""
+    """One row per interval of p: its share of the tokens and of each method's ``pull``."""
     pulls = {name: pull for name, pull in weighed.pull.items() if pull is not None}
     return [
         {"p": name, "tokens": percent(share), **{method: percent(pull[i]) for method, pull in pulls.items()}}

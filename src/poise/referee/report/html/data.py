@@ -1,4 +1,4 @@
-"""The data of the page: a small index, loaded at once, and one block per response, loaded when the reader opens it.
+"""The data of the page: a small index, loaded first, and one block per response, loaded when the reader opens it.
 
 A block is zlib-compressed. It contains the length of the response's text, the text in UTF-8, and zeros up to a multiple
 of 4. A JSON string with the environment's messages follows in the same form; each message has the number of tokens
@@ -42,7 +42,7 @@ COLUMNS = [
 
 
 class Source:
-    """The runs of a page. A step is read once, and again only if a resumed run rewrites it."""
+    """The runs of a page. Caches the rows of all steps and the tokens of four, until a resumed run rewrites a step."""
 
     def __init__(self, paths: Sequence[str | Path], x: str = "step", decode: Decode | None = None) -> None:
         self.x = x  # the x axis of curves until the reader chooses another
@@ -135,7 +135,7 @@ class Source:
 
     def _records(self, run: int, step: int) -> list[dict[str, Any]]:
         version = self.runs[run].version(step)
-        if version is None:  # it was in the index
+        if version is None:  # removed after the index was built
             raise FileNotFoundError(f"step {step} of {self.runs[run].path} has just been removed")
         if self._rows.get((run, step), (None, []))[0] != version:
             records, arrays = self._step(run, step, version)

@@ -47,7 +47,7 @@ const figures = {
           bars(intervals, [{ label: "moved", ...inside(first.influence.at(-1).moved, firstError.influence.at(-1).moved) }])),
         card("(d) Gradient norm", "Over all parameters, for each interval alone. The line is the norm for all tokens.",
           bars(intervals, [{ label: "norm", ...inside(first.norm, firstError.norm) }], { line: first.full })),
-        card("(d) Gradient norm per token", "The same, divided by the interval's number of tokens.",
+        card("(d) Gradient norm per token", "The same, divided by the interval's share of the tokens.",
           bars(intervals, [{ label: "norm", ...inside(first.per_token, firstError.per_token) }])),
         card("(e) Step on the lowest interval alone", "Mean of |Δp|.", alone(0)),
         card("(f) Step on the highest interval alone", "Mean of |Δp|.", alone(last)),
