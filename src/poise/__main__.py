@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def main() -> None:
-    """Run the command line, or name the package that it lacks."""
+    """Run the command line, or name a missing package."""
     # Waiting OpenMP threads must sleep, not spin: on a busy machine, spinning threads starve the working ones. The
     # OpenMP library reads this variable once, when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -291,7 +291,7 @@ def _numbers(values: Tensor) -> list[float | None]:
     return [value if value - value == 0 else None for value in values.tolist()]
 
 
-# The training loop: its interface for the diagnostics, and restoring its state
+# The training loop: the interface that the diagnostics need, and restoring the loop's state
 
 
 class Loop(Protocol):

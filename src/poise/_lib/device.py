@@ -20,7 +20,7 @@ LARGEST_VALUE = 2**31 - 1  # the largest argument of mallopt
 LARGEST_HEAP_BLOCK = 32 << 20  # bytes: glibc's own upper bound
 PLANNED_SHARE = 0.8  # of the memory a run does not hold; the rest is for activations, other caches, fragmentation
 
-_held: int | None = None  # bytes that the run holds by its settings, inside ``planned``
+_held: int | None = None  # bytes that the run holds, computed from its settings; None outside ``planned``
 
 
 @cache

@@ -88,7 +88,7 @@ def sync_folder(path: Path) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Raise OSError if ``path`` cannot become a regular file. Call this before the work that produces it."""
+    """Raise OSError if ``path`` cannot become a regular file. Call this before the work for the file begins."""
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "a device, a pipe or a socket"
         raise FileExistsError(f"{path} is {what}: name a file to write to")

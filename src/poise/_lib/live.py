@@ -1,7 +1,7 @@
 """Python objects in settings: ``python:softer`` is the name of an object that was passed to ``poise.train``.
 
-Settings are plain text, so each object gets a name. This module finds the object by its name during the call. The
-run folder stores the name and, in ``code.json`` or ``data.json``, a fingerprint of the object.
+Settings are plain text, so each object gets a name. This module finds the object by its name while ``poise.train``
+runs. The run folder stores the name and, in ``code.json`` or ``data.json``, a fingerprint of the object.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ COPY = "put the file back from a copy"
 
 
 class DamagedError(UserError, ValueError):
-    """A file of a run is not as poise wrote it. The message names the file and says what to do."""
+    """A file of a run was changed or damaged. The message names the file and says what to do."""
 
 
 class CheckpointError(UserError, RuntimeError):

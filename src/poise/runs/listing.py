@@ -17,7 +17,7 @@ _TAIL = 1 << 20  # bytes; a line of metrics is shorter
 
 
 def is_comparison(folder: Path) -> bool:
-    """Whether ``poise compare`` made this folder."""
+    """Whether ``poise compare`` created this folder."""
     return (folder / PLAN).is_file()
 
 
@@ -33,7 +33,7 @@ def is_run(folder: str | Path) -> bool:
 class Listed:
     """One run in a list. ``before`` and ``after`` are held-out accuracies; None if not measured.
 
-    ``edited`` tells whether either was changed after the run wrote it.
+    ``edited`` tells whether one of them was changed after the run wrote it.
     """
 
     folder: Path

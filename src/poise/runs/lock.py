@@ -143,7 +143,7 @@ def free_folder(run: str, say: Callable[[str], None], what: str = "run") -> str:
     folder = expand(run)
     if not (folder / "config.json").exists():
         return run
-    if folder.name in ("", ".."):  # such as run=., which has no name unless resolved
+    if folder.name in ("", ".."):  # such as run=., whose name is known only after resolving it
         folder = folder.resolve()
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     free = next(str(other) for other in numbered if not other.exists() and not other.is_symlink())

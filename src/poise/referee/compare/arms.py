@@ -77,7 +77,7 @@ class PlannedArm:
     name: str
     settings: Mapping[str, Any]
     variants: tuple[Variant, ...]
-    control: str = ""  # why ``controls=auto`` added it
+    control: str = ""  # why ``controls=auto`` added this arm
 
 
 def folder_name(variant: str) -> str:
@@ -145,7 +145,7 @@ def _check_commas(key: str, value: str) -> None:
         raise ConfigError(f'{key}={short(value)[1:-1]}: to compare, separate with ";": {key}="{guess}"')
 
 
-Value = tuple[str, str, str]  # a key, its value in names, its value in overrides
+Value = tuple[str, str, str]  # key, value as shown in names, value as written in overrides
 
 
 def _arm(name: str, document: Document, fixed: list[str], values: list[Value], rates: list[Value]) -> PlannedArm:

@@ -102,7 +102,7 @@ class Plan:
 
 
 def _lengthened(config: Config, steps: int) -> dict[str, int]:
-    """Settings that extend a run to ``steps`` steps, with the budget in proportion; empty if it is long enough."""
+    """Settings that extend a run to ``steps`` steps, with the budget in proportion; empty if the run is long enough."""
     if steps <= config.steps:
         return {}
     budget = {} if config.budget is None else {"budget": ceil(config.budget * steps / config.steps)}

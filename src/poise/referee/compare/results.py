@@ -169,7 +169,7 @@ class Arm:
     name: str
     settings: Mapping[str, Any]
     runs: Mapping[int, RunResult]
-    control: str = ""  # why ``controls=auto`` added it; such an arm makes no claims
+    control: str = ""  # why ``controls=auto`` added this arm, which then makes no claims
 
     def results(self, score: str = ACCURACY) -> dict[int, float]:
         """The final score of every seed with a result, in ascending order of seeds."""

@@ -25,8 +25,8 @@ RECORDED = "recorded"  # the weights that the trainer used
 def token_batch(step: Step) -> tuple[TokenBatch, list[Phase]] | None:
     """The batch of a recorded step, and its phases; None if no token has both a log-probability and an advantage.
 
-    Tokens without one of these are outside the mask. A field of the batch is None if it is unknown for some tokens or
-    responses.
+    Tokens without one of these are outside the mask. A field of the batch is None if its value is unknown for some
+    tokens or responses.
     """
     logp, advantage = (step.arrays.get(name) for name in ("logp", "advantage"))
     if logp is None or advantage is None or not (usable := logp.isfinite() & advantage.isfinite()).any():

@@ -99,7 +99,7 @@ class Progress:
 class Entry:
     """A row of the table: the warning's name, its condition, and the texts about what is wrong and what to do.
 
-    ``covers`` names warnings with the same cause; they are not shown after this one.
+    ``covers`` names warnings with the same cause; these are not shown after this warning.
     """
 
     name: str

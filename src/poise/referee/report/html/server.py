@@ -43,8 +43,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        # Against DNS rebinding, only these host names get an answer: a foreign page can point its own name at this
-        # machine.
+        # Against DNS rebinding, only these host names get an answer: a foreign page can point its own host
+        # name at this machine.
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
             self._send(403, "text/plain", b"this server answers only to 127.0.0.1\n")
