@@ -364,7 +364,7 @@ def test_the_metrics_say_what_was_held():
         (lambda: Settings(surrogate="dppo(detla=0.1)"), "did you mean 'delta'"),
         (lambda: Settings(surrogate="dppo(0.1)"), r"dppo\(setting=value\)"),
         (lambda: Settings(surrogate="dppo(delta=2)"), "delta must be between 0.0 and 1.0, got 2"),
-        (lambda: Settings(surrogate="clip(low=0.1)"), "clip_low, clip_high and dual_clip"),
+        (lambda: Settings(surrogate="clip(low=0.1)"), "clip_low, objective.clip_high and objective.dual_clip instead"),
         (lambda: Settings(surrogate="cispo(low=2, high=1)"), "high must be between 2"),
         (lambda: Settings(surrogate="gspo", aggregation="seq-mean-token-sum"), "sequence_mean=False"),
         (lambda: loss_without_survey("gspo"), "rows of the result as survey="),

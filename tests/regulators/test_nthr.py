@@ -256,7 +256,7 @@ def test_the_group_whose_scores_are_not_finite_is_named():
     batch = random_batch(0, correct=torch.tensor([1, 1, 0, 0] * 3))
     hidden = batch.hidden.clone()
     hidden[6] = torch.inf
-    with pytest.raises(ValueError, match=r"the group of rows \[4, 5, 6, 7\] are not finite"):
+    with pytest.raises(ValueError, match=r"the group in rows \[4, 5, 6, 7\] are not finite"):
         regulators.get("nthr")(TokenBatch(**(fields_of(batch) | {"hidden": lambda rows: hidden[rows]})))
 
 
@@ -361,7 +361,7 @@ def test_scores_for_elsewhere_must_be_finite():
     batch = random_batch(0, correct=torch.tensor([1, 1, 0, 0] * 3))
     hidden = batch.hidden.clone()
     hidden[6] = torch.inf
-    with pytest.raises(ValueError, match=r"the group of rows \[4, 5, 6, 7\] are not finite"):
+    with pytest.raises(ValueError, match=r"the group in rows \[4, 5, 6, 7\] are not finite"):
         regulators.get("nthr").scores(TokenBatch(**(fields_of(batch) | {"hidden": lambda rows: hidden[rows]})))
 
 

@@ -80,7 +80,7 @@ def get(name: str, *args: Any, **settings: Any) -> Regulator:
     """Build a regulator from its name or dotted path: ``get("ar", alpha=0.2)``, ``get("mypackage.module.Mine")``.
 
     A dotted path (``package.module.Name`` or ``package.module:Name``) names a subclass of ``Regulator``, or a function
-    or class marked with ``@poise.regulator``. Importing it runs its module: see ``_lib.user_code``.
+    or class marked with ``@poise.regulator``. Loading it runs that module's code: see ``_lib.user_code``.
     """
     if not args and not settings and any(sign in name for sign in "(|"):
         return parse(name)

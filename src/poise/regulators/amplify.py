@@ -13,8 +13,8 @@ from poise.regulators.base import Regulator
 class Amplify(Regulator):
     """``A' = (1 + α·(1 − p))·A``.
 
-    Paper: "direction of RLVR updates", arXiv 2603.22117, known to us from a summary, with α about 0.1 to 0.2.
-    **Ours:** the default 0.2, which is also AR's. ``alpha=0`` is GRPO exactly.
+    Paper: "direction of RLVR updates", arXiv 2603.22117 (we know only a summary); its α is about 0.1 to 0.2.
+    **Ours:** the default 0.2, the same as AR's. ``alpha=0`` is GRPO exactly.
     """
 
     scope = "token"

@@ -21,7 +21,7 @@ V = TypeVar("V")
 MOST_PHASES = 100  # per regulator: each phase is a whole pass of the update and holds weights for every token
 QUARTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 STATES = frozenset({"hidden", "head", "targets"})  # the fields that only ``scores`` reads
-SCOPES = ("token", "group", "batch")  # the tokens that a weight may depend on; a framework may pass only these
+SCOPES = ("token", "group", "batch")  # what a weight may read; some frameworks pass only one token or one group
 _FIELD_HELP = {
     "groups": "(B,) integers, the same for responses to the same prompt",
     "correct": "(B,) bool, the verifier's verdict",
@@ -73,7 +73,7 @@ class Regulator(ABC):
                 help_text = f" ({_FIELD_HELP[name]})" if name in _FIELD_HELP else ""
                 raise ValueError(f"{self._title} needs TokenBatch.{name}{help_text}, which this batch lacks")
         with torch.no_grad():
-            given: Any = self.phases(batch)  # a generator, or whatever else a user's own code returns
+            given: Any = self.phases(batch)  # user code may return a generator, or a wrong type
             several = isinstance(given, Iterable) and not isinstance(given, Tensor)
             phases = list(given) if several else [given]
             for phase in phases:
@@ -97,13 +97,13 @@ class Regulator(ABC):
 
 
 class Follower(Regulator):
-    """A control that can imitate a method: ``like`` is the method's text form, ``followed`` the method, or None."""
+    """A control that can imitate another method: ``like`` is that method's text form."""
 
     like: str
-    followed: ClassVar[Regulator | None] = None
+    followed: ClassVar[Regulator | None] = None  # the method in ``like``
 
     def _follow(self, name: str, defaults: Mapping[str, Any]) -> None:
-        """Build ``followed`` from ``like``, if set. It replaces the settings in ``defaults``, which must be unset."""
+        """If ``like`` is set, parse it into ``followed``; the settings in ``defaults`` must then not be set too."""
         if not self.like:
             return
         from poise.regulators import parse, text
@@ -287,7 +287,7 @@ class Scorer(Regulator):
 
     @abstractmethod
     def weigh(self, batch: TokenBatch, scores: Tensor) -> list[Phase]:
-        """Return the phases for these scores. A group without scores is unchanged, even if it could be scored."""
+        """Return the phases for these scores. Tokens of a group whose scores are all NaN must keep weight 1."""
 
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """Run both steps."""
@@ -317,7 +317,7 @@ def scorers(regulator: Regulator) -> list[Scorer]:
 
 
 def with_scores(regulator: Regulator, scores: Sequence[Tensor | None]) -> Regulator:
-    """Replace each scorer in the regulator by its ``scores``, so that the result needs no hidden states."""
+    """Replace each scorer by its entry of ``scores``, so that the resulting regulator needs no hidden states."""
     given = iter(scores)
     parts = [Scored(part, next(given)) if isinstance(part, Scorer) else part for part in parts_of(regulator)]
     return parts[0] if len(parts) == 1 else Compose(tuple(parts))

@@ -15,12 +15,13 @@ from poise.regulators.base import Regulator
 class Blame(Regulator):
     """``A' = (1 − α·min(1, p·e^H))·A`` where A < 0; tokens with A ≥ 0 keep their advantage.
 
-    No paper: **ours**. H is the entropy of the distribution that the token was drawn from, so p·e^H compares its
-    probability with e^(−H), the probability of a typical token. Where mistakes are rarer than correct choices, right
-    responses also have the typical tokens of a wrong response, and punishing these tokens is mostly noise. A mistake
-    that is the usual choice is not punished. Unlike p, p·e^H does not change if every token is split into n equally
-    likely wordings: p becomes p/n, and H becomes H + ln n. ``alpha=0`` is GRPO exactly; at 1, the default, a token at
-    least as likely as a typical one is not punished at all. We found no gain over GRPO (experiments/comparison).
+    No paper: **ours**. H is the entropy of the distribution that the token was drawn from, so p·e^H compares the
+    token's probability with e^(−H), the probability of a typical token. If mistakes are rarer than correct choices,
+    the typical tokens of a wrong response also occur in right ones, so punishing them is mostly noise. The price: a
+    mistake that the policy usually makes is not punished. Unlike p, p·e^H does not change if every token is split into
+    n equally likely wordings: p becomes p/n, and H becomes H + ln n. ``alpha=0`` is GRPO exactly; at 1,
+    the default, a token at least as likely as a typical one is not punished at all. We found no gain over GRPO
+    (experiments/comparison).
     """
 
     scope = "token"

@@ -17,9 +17,8 @@ class ClipCov(Regulator):
     Reinforcement Learning for Reasoning Language Models", arXiv 2505.22617; defaults as in verl's ``clip_cov``.
     **Ours:** ``cov`` is computed once, over the rollout batch, with the old policy's log-probabilities. verl uses each
     micro-batch's current log-probabilities and skips tokens that the ratio clip already holds back; at rollout time the
-    clip holds back none. So our version approximates verl's, better with fewer optimizer steps per batch. ``share`` is
-    a share of all response tokens; at least one token is drawn if there is a candidate. ``seed`` seeds the random
-    choice.
+    clip holds back none. Ours is closest to verl's with few optimizer steps per batch. ``share`` is a share of all
+    response tokens; at least one token is drawn if there is a candidate. ``seed`` seeds the random choice.
     """
 
     share: float = 0.0002

@@ -13,7 +13,7 @@ from poise.regulators.base import Follower
 class Constant(Follower):
     """``w = weight`` for the policy term of every token; KL and entropy terms unchanged.
 
-    **Ours:** a control for methods with a mean weight below 1, such as AR: is their effect only a smaller step?
+    **Ours:** a control for methods with a mean weight below 1, such as AR: do they only make the step smaller?
     ``like="ar(alpha=0.2)"`` copies that method's mean: in every batch, all tokens of a phase get the mean of the
     method's weights, separately for policy and KL.
     """

@@ -19,8 +19,8 @@ class Lopti(Regulator):
     ``threshold=0.4`` is their K&K setting (0.5 together with AR). ``order="high-first"`` is their ablation, which was
     worse than GRPO. A threshold of 0, or above 1, puts all tokens into one phase. This is GRPO exactly, since a phase
     without tokens takes no optimizer step. Lopti takes twice the optimizer steps of GRPO: compare with
-    ``Identity(passes=2)`` and ``RandomSplit``. In eight of nine regimes it ended below two plain passes
-    (experiments/comparison).
+    ``Identity(passes=2)`` and ``RandomSplit``. In eight of nine regimes its final accuracy was below that of
+    ``Identity(passes=2)`` (experiments/comparison).
     """
 
     scope = "token"

@@ -15,7 +15,7 @@ from poise.head.influence import Scores, group_scores
 from poise.regulators.base import Scorer
 
 TOKENS = 1 << 15  # padded tokens per forward pass of hidden states
-BLOCK = 1 << 27  # elements of the largest temporary on a GPU: small compared with an update, enough for few launches
+BLOCK = 1 << 27  # elements of the largest temporary on a GPU: far less memory than an update, but few kernel launches
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class NTHR(Scorer):
     def phases(self, batch: TokenBatch) -> list[Phase]:
         """One phase; the KL weights are 1.
 
-        Its metrics are the share of incorrect responses' tokens that are flagged, and the share of groups that are
-        scored. A response that is alone in its group has weight 1 and counts in neither share. ``tokens["nthr"]`` of
-        the phase has s⁻ for the tokens of incorrect responses, NaN elsewhere.
+        ``flagged_share`` is the share of the incorrect responses' tokens that are flagged, ``scored_share`` the share
+        of groups that are scored. A response alone in its group has weight 1 and counts in neither. The phase's
+        ``tokens["nthr"]`` has s⁻ for the tokens of incorrect responses, NaN elsewhere.
         """
         plan = self._plan(batch)
         return self._phases(batch, plan, _scores(batch, plan.scored, self.self_inclusive) if plan.scored else None)
@@ -75,7 +75,7 @@ class NTHR(Scorer):
     def weigh(self, batch: TokenBatch, scores: Tensor) -> list[Phase]:
         """The phase for these scores. Groups without scores are unchanged and lower ``scored_share``."""
         plan = self._plan(batch)
-        at_first = scores.gather(1, batch.mask.int().argmax(1, keepdim=True))[:, 0]  # s̄⁺ is the same at each token
+        at_first = scores.gather(1, batch.mask.int().argmax(1, keepdim=True))[:, 0]  # s̄⁺ is the same in a whole row
         known = at_first.isfinite().tolist()
         plan = plan._replace(scored=[group for group in plan.scored if all(known[row] for row in group.right)])
         if not plan.scored:
@@ -154,7 +154,7 @@ def _not_finite(groups: list[_Group], found: Scores) -> ValueError:
     positive = found.positive.split([len(group.right) for group in groups])
     parts = zip(groups, negative, positive, strict=True)
     rows = next(group.rows for group, *both in parts if not torch.cat(both).isfinite().all())
-    return ValueError(f"NTHR: the scores of the group of rows {rows} are not finite: check hidden and head")
+    return ValueError(f"NTHR: the scores of the group in rows {rows} are not finite: check hidden and head")
 
 
 def _scores(batch: TokenBatch, groups: list[_Group], self_inclusive: bool) -> _Found:

@@ -13,9 +13,9 @@ from poise.regulators.base import Follower, random_order, scatter
 class RandomSplit(Follower):
     """Two phases like Lopti's, but the first has a random ``share`` of the tokens, regardless of their probability.
 
-    **Ours:** a control for Lopti: do two updates, each on a subset of the tokens, already have Lopti's effect? Lopti's
-    share drifts during training. ``like="lopti(threshold=0.4)"`` copies that method's share: in every batch the first
-    phase has the same number of tokens as the method's first phase. The default is about the share of tokens with
+    **Ours:** a control for Lopti: does updating twice, each time on a random part of the tokens, already have Lopti's
+    effect? Lopti's share drifts during training. ``like="lopti(threshold=0.4)"`` copies that method's share: in every
+    batch the first phase has as many tokens as the method's first phase. The default is about the share of tokens with
     p < 0.4 in samples of SmolLM2-135M-Instruct at temperature 0.7 (experiments/dominance/probabilities.py). ``seed``
     seeds the random choice.
     """

@@ -20,8 +20,8 @@ class TokenRegulation(Regulator):
     default, chosen so that the weight rises with p, spans [L, U] over p in [0, 1] and averages near 1 on real rollouts
     (SmolLM2-135M-Instruct: 1.06 at temperature 0.7, 0.84 at temperature 1, experiments/dominance/probabilities.py). p
     is the old policy's, so the weight is constant during the update. The weight multiplies the finished minimum and the
-    finished KL term; the paper seems to have it inside both (docs/papers.md). ``direction="falling"`` is the paper's
-    reverse ablation, here the weight of 1 − p. With ``kl_weighted=False`` the KL term is not weighted, for frameworks
+    finished KL term; the paper seems to multiply inside both (docs/papers.md). ``direction="falling"`` is the paper's
+    reverse ablation; we replace p with 1 − p. With ``kl_weighted=False`` the KL term is not weighted, for frameworks
     that cannot weight it.
     """
 

@@ -1,4 +1,4 @@
-"""Base classes for surrogates: the terms of a token, and the survey of a mini-batch. Also the clip."""
+"""The base class of surrogates, the data that they read (``Terms``, ``Survey``), and the clip."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ class Survey:
 class Surrogate(ABC):
     """The policy term of a token. To write one, subclass this as a frozen dataclass."""
 
-    surveyed: ClassVar[bool] = False  # whether it needs a survey of the mini-batch
+    surveyed: ClassVar[bool] = False  # whether the surrogate needs a survey of the mini-batch
     needs: ClassVar[frozenset[str]] = frozenset()  # the optional fields of TokenBatch that the survey reads
 
     @abstractmethod
     def value(self, logp: Tensor, parts: Terms) -> Tensor:
-        """Each token's value, to be maximised, before its weight. It must be finite even for tokens without weight."""
+        """Each token's value, to be maximised, before weighting. It must be finite even where the weight is 0."""
 
     def held(self, logp: Tensor, parts: Terms) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Two masks: tokens held back at the lower and at the upper bound (``optim/clip_low``, ``optim/clip_high``)."""
@@ -85,7 +85,7 @@ class Surrogate(ABC):
 
     @property
     def aggregation(self) -> str | None:
-        """The mean over sequences for a surrogate with ``sequence_mean=True``; None if any aggregation will do."""
+        """The aggregation that replaces ``objective.aggregation``; None if the surrogate works with any."""
         return SEQUENCE_MEAN if getattr(self, "sequence_mean", False) else None
 
     @property
@@ -98,8 +98,8 @@ class Surrogate(ABC):
 class Clip(Surrogate):
     """``min(r·A, clip(r)·A)``, and at least ``c·A`` for A < 0: PPO's clip, asymmetric, with a dual clip.
 
-    Its settings are ``objective.clip_low``, ``clip_high`` and ``dual_clip``; the AR/Lopti authors' by default. DAPO's
-    clip-higher (arXiv 2503.14476) is 0.2 / 0.28 without dual clip.
+    Its settings are ``objective.clip_low``, ``clip_high`` and ``dual_clip``; their defaults are the AR/Lopti authors'.
+    DAPO's clip-higher (arXiv 2503.14476) is 0.2 / 0.28 without dual clip.
     """
 
     clip_low: float = Settings.clip_low

@@ -70,7 +70,7 @@ class Dppo(Surrogate):
     Paper: arXiv 2602.04879, which bounds the difference of the probabilities, not their ratio. The default is verl's:
     δ = 0.15, and the ratio, capped at 20, is a weight: ``sg[min(r, cap)]·A·log π``. prime-rl's default loss is
     ``dppo(delta=0.2, cap=None, square=1e-3)``: it adds ``square·(log r)²`` to the loss of every token, dropped or not.
-    **Ours:** a token without advantage has no such term. ``dppo(delta=1, cap=None)`` is r·A exactly.
+    **Ours:** this term is 0 for tokens with A = 0. ``dppo(delta=1, cap=None)`` is r·A exactly.
     """
 
     delta: float = 0.15

@@ -85,18 +85,17 @@ class KlCov(Surrogate):
 
 @dataclass(frozen=True)
 class LpReg(Surrogate):
-    """Pull the least probable tokens with A < 0 towards the filtered old policy, so that they stay possible.
+    """Pull the least probable tokens with A < 0 towards the filtered old policy, so that they do not vanish.
 
     The filtered old policy removes tokens less likely than ``min_p`` (0.02) times the likeliest and renormalises the
     others. Paper: arXiv 2510.03222; defaults and the order of the two choices are from the authors' code. First choose
     the 1 % (``share``) of the tokens with A < 0 that have the lowest log π; of these, keep the tokens that are less
     likely now than under the filtered old policy. These tokens add ``coef`` times k3 to the loss. The other term of the
     surrogate is a clip with ratio bounds 0 and 10 (``clip_low`` 1, ``clip_high`` 9). **Ours:** tokens are chosen over
-    the mini-batch; the share is rounded down, and if one token remains, it is chosen (the authors' code chooses none).
+    the mini-batch; the count is rounded down, and a count of 1 chooses one token (the authors' code: none).
     ``share=0`` or ``coef=0`` is that clip exactly.
 
-    The batch needs ``min_p_logp``. The trainer computes it by one more scoring pass with the old weights, before the
-    update.
+    The batch needs ``min_p_logp``, which the trainer computes before the update, in an extra pass of the old policy.
     """
 
     share: float = 0.01
