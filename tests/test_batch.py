@@ -38,7 +38,7 @@ def test_positional_order_is_the_documented_one():
         ({"hidden": torch.full((2, 3, 4), torch.nan)}, r"hidden\[0, 0\] = not finite"),
         ({"targets": torch.full((2, 3), 7), "head": torch.zeros(5, 4)}, r"targets\[0, 0\] = 7: not a token"),
         *(
-            ({"hidden": torch.zeros(2, 3, 4), "head": head}, "head has width 5, but hidden 4")
+            ({"hidden": torch.zeros(2, 3, 4), "head": head}, "head has width 5, hidden has 4")
             for head in (torch.zeros(7, 5), torch.nn.Linear(5, 7), Head(torch.zeros(7, 5)))
         ),
         ({"head": torch.zeros(5)}, r"weight must be \(V, d\)"),

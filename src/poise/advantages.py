@@ -150,8 +150,8 @@ def _finite(rewards: Tensor) -> Tensor:
     if bad.any():
         at = int(bad.nonzero()[0])
         raise ValueError(
-            f"rewards[{at}] = {float(rewards[at])}: rewards must be finite and at most {LARGEST:.0e} in size; divide "
-            "larger ones by a constant"
+            f"rewards[{at}] = {float(rewards[at])}: rewards must be finite and at most {LARGEST:.0e} in absolute "
+            "value; divide larger ones by a constant"
         )
     return rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
 

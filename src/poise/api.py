@@ -57,8 +57,8 @@ def train(
     the name of a shipped recipe, a YAML file or a ``Config``.
 
     ``run`` is the output folder. If the folder already contains a run, the new run uses the next free folder, such as
-    ``runs/mine-2``; with ``renumber=False`` this is an error. ``resume`` continues the run in a folder: pass objects
-    that have no name again, and a larger ``steps`` to train longer. ``callbacks`` are objects with any of the methods
+    ``runs/mine-2``; with ``renumber=False`` this is an error. ``resume`` continues the run in a folder: pass unnamed
+    objects again, and a larger ``steps`` to train longer. ``callbacks`` are objects with any of the methods
     ``on_start(state)``, ``on_step(result)`` and ``on_end(state)``. ``trust`` allows a resumed run to execute the user
     code that its settings name; ``trust_changed`` allows resuming even if code or objects have changed.
     """
@@ -104,7 +104,7 @@ def _config(
 
     task, saved = changes.get("task"), RunFolder.open(Path(resume), resume=False).config.get("task")
     if isinstance(task, dict) and isinstance(saved, dict) and {task.get("name"), saved.get("name")} <= {*DATA_TASKS}:
-        task["name"] = saved["name"]  # data=… keeps the run's own task
+        task["name"] = saved["name"]  # data=… must not change the run's task (data or math)
     return of_run(os.fspath(resume), {**changes, "run": os.fspath(resume)}, trust=trust)
 
 

@@ -41,7 +41,7 @@ class Prompt:
 
 
 class Extent(NamedTuple):
-    """Data about a row that is kept on the host, so that packing needs no transfer from the device."""
+    """A row's prompt and lengths, kept on the host so that packing needs no transfer from the device."""
 
     prompt: Prompt
     length: int  # response tokens up to the model's last token, including the environment's
@@ -210,7 +210,7 @@ class Phase:
         return Phase(self.name, self.policy[index], self.kl[index], self.metrics)
 
     def check(self, batch: TokenBatch) -> None:
-        """Raise ValueError unless both weights are (B, T), finite, >= 0, and 0 outside the mask."""
+        """Raise an error unless both weights are (B, T), finite, >= 0, and 0 outside the mask."""
         for name, weight in (("policy", self.policy), ("kl", self.kl)):
             where = f"phase {self.name!r}: {name}"
             if not isinstance(weight, Tensor):
@@ -267,7 +267,7 @@ def _as_bool(name: str, value: Tensor) -> Tensor:
     bad = (value != 0) & (value != 1)
     if bad.any():
         first = value[bad][0].item()
-        raise ValueError(f"TokenBatch: {name}{_first(bad)} = {first}; {name} is bool, or 0 and 1")
+        raise ValueError(f"TokenBatch: {name}{_first(bad)} = {first}: must be True, False, 0 or 1")
     return value != 0
 
 
@@ -306,7 +306,7 @@ def _check_shapes(batch: TokenBatch) -> None:
 def _check_width(head: HeadLike | None, hidden: Tensor) -> None:
     known = None if head is None else as_head(head)
     if isinstance(known, Head) and (width := known.weight.shape[1]) != hidden.shape[-1]:
-        raise ValueError(f"TokenBatch: head has width {width}, but hidden {hidden.shape[-1]}: pass both from one model")
+        raise ValueError(f"TokenBatch: head has width {width}, hidden has {hidden.shape[-1]}: take both from one model")
 
 
 def _check_values(batch: TokenBatch) -> None:

@@ -229,4 +229,4 @@ def _check_inputs(logp: Tensor, batch: TokenBatch, settings: Settings, entropy: 
     if settings.kl_coef and batch.ref_logp is None:
         raise ValueError("policy_loss: kl_coef is not 0, so the batch needs ref_logp")
     if settings.entropy_coef and entropy is None:
-        raise ValueError("policy_loss: entropy_coef is not 0, so pass entropy=, the current policy's, with gradients")
+        raise ValueError("policy_loss: entropy_coef is not 0, so pass entropy=, the current entropies, with gradients")
