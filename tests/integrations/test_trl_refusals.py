@@ -150,7 +150,7 @@ def test_a_patched_trainer_is_refused(monkeypatch, tmp_path):
 
         with pytest.raises(
             CannotRegulateError,
-            match=f"does not inherit from TRL's GRPOTrainer: .* such as Unsloth, has replaced that class by its {name}",
+            match=f"not inherit from TRL's GRPOTrainer: .* such as Unsloth, has replaced GRPOTrainer by its own {name}",
         ):
             Replaced(regulator="ar")
     monkeypatch.setattr(STOCK, "compute_loss", lambda *_: None)

@@ -13,7 +13,7 @@ from poise.integrations.demands import CannotRegulateError, probe
 from poise.integrations.verl_checks import LOSS, TESTED, TRAINER, check_config, check_verl
 from poise.regulators import parse
 
-# Our entry points in the group verl.plugins: what each registers, its name, and verl's table of such names.
+# Our entry points in the group verl.plugins: the kind of object, its name, and the verl table that should contain it.
 PLUGINS = {
     "poise": ("policy loss", LOSS, "verl.trainer.ppo.core_algos", "POLICY_LOSS_REGISTRY"),
     "poise_trainer": ("trainer", TRAINER, "verl.trainer.ppo.v1.trainer_base", "TRAINER_REGISTRY"),
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 def verl(say: Say, overrides: Sequence[str] = (), config_path: Path | None = None, name: str = "ppo_trainer") -> bool:
-    """Report versions and whether verl has loaded poise. With settings, also report whether both accept them."""
+    """Report versions and whether verl has loaded poise. With settings, also check the settings."""
     for package in PACKAGES:
         say(f"{package:14s} {_version(package)}")
     try:
@@ -111,7 +111,7 @@ def _check_config(say: Say, config: Any) -> bool:
         check_config(config, regulator, wants := probe(regulator), str(text))
         say(f"these settings train with {text}, by the trainer {mode}, in {len(wants.phases)} phase(s)")
         if not known:
-            say(f"  if {mode} uses poise's RegulatorMixin: {mode} is not registered here, so the doctor cannot tell")
+            say(f"  provided that {mode} uses RegulatorMixin: it is not registered here, so the doctor cannot tell")
     elif loss.loss_mode == LOSS and not ours:
         say(f"these settings train with {loss.regulator}, by the loss {loss.base_loss}")
     else:

@@ -86,7 +86,7 @@ class Transfer:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], trainer_state: Any = None, **columns: Any
     ) -> list[float | None]:
-        """Score completions, as TRL calls rewards. None for a completion if none of its continuations has a grade."""
+        """Return a score per completion, as TRL expects; None for one whose continuations all have no grade."""
         step = getattr(trainer_state, "global_step", 0)
         texts = [text_of(completion) for completion in completions]
         asked: dict[tuple[str, str], int] = {}  # (prompt, prefix) → the first row with these

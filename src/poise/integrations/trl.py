@@ -5,8 +5,8 @@
 TRL's loop, loss, checkpoints and logging do not change. Groups are complete only directly after TRL has generated and
 scored them (``_generate_and_score_completions``), so the regulator runs there. It adds its weights to the batch as
 tensors, which TRL shuffles and splits. ``_compute_loss`` accepts advantages of shape (B, T). Because weights are not
-negative, a weighted advantage weights the clipped policy term, and a weighted ``beta`` weights the KL term;
-``trl_loss`` tests this. If every weight is 1, the batch does not change.
+negative, weighting the advantage weights the clipped policy term. Weighting ``beta`` weights the KL term. ``trl_loss``
+tests both. If every weight is 1, the batch does not change.
 
 The phases of a regulator are iterations of TRL (``num_iterations``): the step counter and the learning-rate schedule
 advance in each phase. ``trl_checks`` rejects settings that TRL cannot express. Evaluation uses no weights.
@@ -63,7 +63,7 @@ class _State:
     demands: Demands
     rewards: Tensor | None = None  # (all rows, reward functions), for the last generation batch
     scored_ids: list[list[int]] = field(default_factory=list)  # this process's responses that got these rewards
-    uses_left: int = 0  # with several phases: how often the loss has yet to use its micro-batches
+    uses_left: int = 0  # with several phases: remaining uses of the batch's micro-batches by the loss
     loss_called: bool = False  # whether the current training step went through our _compute_loss
     head_checked: bool = False
     loss_checked: bool = False
@@ -363,7 +363,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         return {name: sum(values) / len(values) for name, values in by_name.items()}
 
     def _start(self) -> None:
-        """Prepare for training. It always begins with new rollouts, even if it is resumed or started again."""
+        """Prepare for training, which begins with new rollouts even if ``train`` resumes or is called again."""
         wants = self._poise.demands
         check_start(self.args, self.state, wants, self._regulator_name)
         method = describe(self.regulator)

@@ -48,8 +48,8 @@ def check_trl(trainer: type) -> None:
             )
     if trl.__version__.split(".")[:2] not in [["1", str(minor)] for minor in MINORS]:
         warnings.warn(
-            f"poise.integrations.trl is tested with TRL {TESTED}, this is {trl.__version__}. poise tests on "
-            "the first batch whether its loss accepts token weights; otherwise only tested versions are safe",
+            f"poise.integrations.trl is tested with TRL {TESTED}, this is {trl.__version__}. poise "
+            "checks the loss on the first batch, but other changes in this version may go unnoticed",
             stacklevel=3,
         )
 
@@ -67,7 +67,7 @@ def _other(trainer: type) -> str:
             return f"{name} cannot be regulated, because {reason}. Use GRPOTrainer, or a subclass of it"
     if substitute := next((name for name in names if name.endswith("GRPOTrainer")), None):
         return (
-            f"another library, such as Unsloth, has replaced that class by its {substitute}, whose loss bypasses "
+            f"another library, such as Unsloth, has replaced GRPOTrainer by its own {substitute}, whose loss bypasses "
             "poise. Train without that library"
         )
     return "put RegulatorMixin before GRPOTrainer or a subclass of it, as in class Mine(RegulatorMixin, Yours)"

@@ -33,7 +33,7 @@ from torch import Tensor
 from poise.integrations.demands import CannotRegulateError
 
 SOURCE = "_get_per_token_logps_and_entropies"
-TOLERANCE = 0.01  # share of a response's largest gradient: above bfloat16 rounding, far below a broken rule
+TOLERANCE = 0.01  # share of a response's largest gradient: above bfloat16 rounding, far below a wrong loss's error
 Loss = Callable[[Any, dict[str, Any]], Any]
 
 
@@ -152,7 +152,7 @@ def _fault(bench: _Bench, *, kl: bool) -> str | None:
     ones = rows[:, None].expand(mask.shape).contiguous()
     try:
         own = bench.gradient(ones if inputs["advantages"].dim() == 2 else rows)
-    except Exception as error:  # weights are not the cause
+    except Exception as error:  # before any weights are involved
         error.add_note("This happened when poise tested the loss on random log-probabilities, before any update.")
         raise
     if not bench.tokens.called:

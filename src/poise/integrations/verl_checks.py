@@ -193,7 +193,7 @@ def _check_needs(config: Any, regulator: Regulator, name: str) -> None:
         raise CannotRegulateError(f"{name} needs {', '.join(missing)}, which verl's batches do not have")
     if "correct" in needs and (why := _unclear_rewards(config)) and correct_at(config) is None:
         raise CannotRegulateError(
-            f"{name} needs to know which responses are correct, and {why} may return rewards that do not show it: set "
+            f"{name} needs to know which responses are correct, but with {why} the rewards may not show it: set "
             f"trainer.v1.{config.trainer.v1.trainer_mode}.correct_at, the smallest reward of a correct response"
         )
     rollout = config.actor_rollout_ref.rollout

@@ -37,14 +37,14 @@ COMPARED = 64  # tokens per micro-batch whose log-probabilities are compared wit
 
 
 def is_correct(rewards: Tensor, correct_at: float | None) -> Tensor:
-    """Whether each reward is at least ``correct_at``; if ``correct_at`` is None: is 1. Others must then be 0 or −1."""
+    """Whether each reward is at least ``correct_at``. If this is None, rewards must be 1 (correct), 0 or −1."""
     if correct_at is not None:
         return rewards >= correct_at
     odd = (rewards != 1) & (rewards != 0) & (rewards != -1)
     if odd.any():
         raise CannotRegulateError(
-            f"a reward is {float(rewards[odd][0]):g}, so it does not say what is correct (1; else 0 or -1): set "
-            "trainer.v1.poise_sync.correct_at; a response is correct if its reward reaches it"
+            f"a reward is {float(rewards[odd][0]):g}, but poise reads only 1 as correct, and 0 and -1 as wrong: "
+            "set trainer.v1.poise_sync.correct_at, the smallest reward of a correct response"
         )
     return rewards == 1
 
@@ -136,7 +136,7 @@ class _States:
     def see(self, output: Any, inputs: tuple[Any, ...]) -> None:
         """Keep the input of the output layer, which is the last hidden states, and copy the head.
 
-        A hook that runs before the output layer: at this time the layer's weight is whole.
+        This hook runs before the output layer, when the layer's weight is whole.
         """
         self._head_input = inputs[0].detach()
         if self.head is None:
@@ -171,7 +171,7 @@ class _States:
         self._gaps.append((ours - logp[places].float()).abs())
 
     def check(self) -> None:
-        """Raise an error if these log-probabilities differ from verl's on average: something may follow the head."""
+        """Raise an error if log-probabilities from the collected states differ from verl's on average."""
         gaps = torch.cat(self._gaps)
         gap = float(gaps.mean()) if len(gaps) else 0.0
         assert self._states is not None

@@ -5,13 +5,13 @@ trainer.v1:
   poise_sync:
     regulator: ar(alpha=0.3) | lopti(threshold=0.5)
 
-Further settings there: ``correct_at``, for methods that need to know which responses are correct; ``export`` and
-``export_every``, to write responses and their tokens to a file.
+Other settings of ``poise_sync``: ``correct_at``, for methods that need to know which responses are correct; ``export``
+and ``export_every``, to write responses and their tokens to a file.
 
 The queue of verl's controller has the whole batch of a step, with whole groups. The regulator runs once on this batch
 before each update of the actor. Then, for each phase, poise puts weighted advantages into the queue, verl updates the
-actor, and poise restores the original advantages. Because weights are not negative, a weighted advantage weights the
-clipped policy term. A phase removes KL and entropy terms by ``response_mask``; verl divides by a token count from
+actor, and poise restores the original advantages. Because weights are not negative, weighting the advantage weights
+the clipped policy term. A phase removes KL and entropy terms by ``response_mask``; verl divides by a token count from
 ``loss_mask``, which does not change. Scores from hidden states come from the workers (``verl_scores``). ``verl_checks``
 rejects settings that verl cannot express.
 """
@@ -134,7 +134,7 @@ class RegulatorMixin(_Mixed):  # type: ignore[misc]
         needs = with_scores(self.regulator, [None] * len(score_fields)).needs
         bypass = OmegaConf.select(self.config, "algorithm.rollout_correction.bypass_mode")
         if self._token_export is not None and not bypass:
-            needs |= {"entropy"}  # verl has computed them
+            needs |= {"entropy"}  # for the export; verl has computed entropies anyway
         extra = {ours: theirs for ours, theirs in _FIELDS.items() if ours in needs}
         names = ["uid", MASK, "rm_scores", "old_log_probs", ADVANTAGES, *extra.values(), *score_fields]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
