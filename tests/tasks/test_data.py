@@ -124,7 +124,9 @@ def test_mistakes_are_answered(tmp_path):
 @pytest.mark.parametrize("reward", ["exact", ["format", "math"]])
 def test_a_missing_answer_column_is_found_before_a_model_is_loaded(reward, tmp_path):
     file = jsonl(tmp_path / "rows.jsonl", [{"question": row["question"], "result": row["answer"]} for row in ROWS])
-    with pytest.raises(DataError, match=r"called answer, .*\(it has: question, result\).*answer: task\.answer=COLUMN"):
+    with pytest.raises(
+        DataError, match=r"called answer, .*\(it has: question, result\).*answer: set task\.answer=COLUMN"
+    ):
         Data(file, reward=reward)
     assert Data(file, reward=reward, answer="result")
     assert Data(file, reward="exact(column='result')")

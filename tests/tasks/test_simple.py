@@ -305,8 +305,8 @@ def test_a_gold_column_by_name_and_one_that_is_missing():
         ("hypothesis.nothing", "nothing"),
         ("subprocess.Popen(args='touch owned')", "part of Python itself"),
         ("folder/mine.py", "name the function in the file, such as folder/mine.py:name"),
-        ("poise.tasks.rewards.simple.Exact", "go by their short names: exact"),
-        ("poise._lib.files:os.remove(path='x')", "go by their short names"),
+        ("poise.tasks.rewards.simple.Exact", "use the short names of poise's own rewards: exact"),
+        ("poise._lib.files:os.remove(path='x')", "use the short names"),
         ("os:system", "part of Python itself"),
     ],
 )

@@ -82,7 +82,7 @@ class Attempt:
 
 
 class Task(Protocol):
-    """The interface of a task. If a task has ``concurrent = True``, poise may score responses while it samples.
+    """The interface of a task. If a task has ``concurrent = True``, poise may score responses during sampling.
 
     A task with several turns defines ``episode(problem) -> Episode`` instead of ``score``, and sets ``one_turn = True``
     if the first reply always ends the episode. A task that scores many attempts in one call defines ``score_all`` (see
@@ -169,7 +169,7 @@ def check_kinds(name: str, maker: Callable[..., Any], settings: Mapping[str, Any
     """Raise an error if a setting for text, a boolean or a list of texts has a value of another type.
 
     Without this check, the task would fail in the middle of a run, or treat ``slippery=no-thanks`` as true. The task
-    itself checks numbers, because it knows their ranges, and settings with any other annotation.
+    itself checks numbers (it knows their ranges) and settings with other annotations.
     """
     parameters = signature(maker).parameters
     for key, value in settings.items():

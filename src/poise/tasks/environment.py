@@ -236,8 +236,8 @@ def _check_tool(kind: type, name: str) -> None:
     if bare or not docstring:
         lacks = f"the argument {bare[0]} lacks one of these" if docstring else "it has no docstring"
         raise ValueError(
-            f"environment: {kind.__name__}.{name} is public, so it is a tool, which needs a docstring, and for each "
-            f"argument a type hint and a line under Args: ({lacks}); begin the name of another method with _"
+            f"environment: {kind.__name__}.{name} is public, so it is a tool: it needs a docstring, and each argument "
+            f"needs a type hint and a line under Args: ({lacks}); if it is not a tool, begin its name with _"
         )
 
 

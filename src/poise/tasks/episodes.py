@@ -132,7 +132,7 @@ def _plain(score: Any) -> Score:
         raise TypeError(f"parts must be a dict of numbers, got {short(score.parts)}")
     try:
         hash(score.answer)  # equal answers are counted
-    except Exception:  # of any class's own __hash__
+    except Exception:  # a user's __hash__ may raise anything
         raise TypeError(f"answer must be text or None, got {short(score.answer)}") from None
     if score.failed is not None and not isinstance(score.failed, str):
         raise TypeError(f"failed must be the reason as text, or None, got {short(score.failed)}")

@@ -121,8 +121,7 @@ class FrozenLakeEpisode(GridEpisode):
     def _slip(self, direction: str) -> str:
         """Return ``direction`` or, at random, the direction to one of its sides.
 
-        The choice depends on the map and all replies so far, so an episode can be replayed and different attempts slip
-        differently.
+        The choice depends only on the map, the replies and the number of moves, so an episode can be replayed.
         """
         rng = Random(repr((self.problem.id, self.replies, len(self.moves))))
         down, _ = DIRECTIONS[direction]

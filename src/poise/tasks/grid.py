@@ -55,9 +55,9 @@ def where(place: Place) -> str:
 
 
 class Board(ABC):
-    """A map, and the state that moves change: the places of what can move."""
+    """A map and its state: where the movable things are."""
 
-    symbols: ClassVar[tuple[str, str]]  # what a map is drawn with if the rules are told, and if they are withheld
+    symbols: ClassVar[tuple[str, str]]  # a map's symbols if the rules are told, and if they are withheld
     state: Any  # hashable
 
     def __init__(self, rows: Sequence[str]) -> None:

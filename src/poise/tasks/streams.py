@@ -13,7 +13,7 @@ from poise._lib.user_code import place_of
 from poise.tasks.base import SPLITS, Finite, Problem, Split, Task, TaskError
 from poise.tasks.rewards.base import RewardError
 
-TEST_SHARE = 10  # one in this many meanings belongs to the test split
+TEST_SHARE = 10  # 1/TEST_SHARE of all meanings (see split_of) is in the test split
 PATIENCE = 20_000  # consecutive unsuitable draws before an error
 ROUNDS = 100  # rounds of draws that replace problems that are too long
 

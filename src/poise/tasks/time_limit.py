@@ -26,7 +26,7 @@ class Worker:
         self._lock = threading.Lock()
 
     def run(self, seconds: float, function: Callable[..., Any], /, *args: Any, **settings: Any) -> Any:
-        """Call ``function`` and return its result or its coroutine's result. Re-raise its exceptions here."""
+        """Call ``function`` and return its result or its coroutine's result. Its exceptions reach the caller."""
         with self._lock:
             if self._jobs is None:
                 self._jobs = queue.SimpleQueue()

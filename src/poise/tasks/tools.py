@@ -44,7 +44,7 @@ Schema = dict[str, Any]  # {"type": "function", "function": {"name": …, "param
 
 @dataclass(frozen=True)
 class Call:
-    """One call: a tool and its arguments, or the reason why it cannot be parsed."""
+    """One call: a tool and its arguments, or the reason why the call cannot be parsed."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from poise.tasks.base import Problem
 from poise.tasks.data.rows import DataError
 
 ENDLESS = 2**53  # the length of an epoch that has no end
-PERIOD = 1000  # problems: in a mixture with a streamed set, every period has exactly the shares of the weights
+PERIOD = 1000  # problems in a period of a mixture with a streamed set; each period has the shares of the weights
 
 
 class Table:
@@ -50,8 +50,8 @@ class Table:
 class Stream:
     """Problems of a data set that is read during training: rows in file order, shuffled in blocks of ``buffer`` rows.
 
-    ``rows`` starts over from the first row: it yields each row's problem, or None. Only one block is in memory, so to
-    return to an earlier place, reading starts over.
+    Each call of ``rows`` starts at the first row; it yields a problem, or None, per row. Only one block is in memory:
+    going back to an earlier place means reading from the first row.
     """
 
     def __init__(self, source: str, name: str, rows: Callable[[], Iterator[Problem | None]], buffer: int) -> None:
@@ -71,7 +71,7 @@ class Stream:
         return self._block[place - self._start]
 
     def leave_out(self, unfit: Callable[[Problem], bool]) -> list[Problem]:
-        """Skip the problems that do not fit from now on, and start over. Return []."""
+        """Start over, and skip problems that do not fit. Return [], because they are only found while reading."""
         self.unfit.append(unfit)
         self._rewind(self._seed)
         return []

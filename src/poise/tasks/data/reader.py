@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # tried in this order
 ROLES = ("system", "developer", "user", "assistant", "tool")
-Names = str | Sequence[str] | None  # a column, or columns of which the first that exists is used; None for common names
+Names = str | Sequence[str] | None  # one column, several (the first that exists is used), or None (try common names)
 Make = Callable[[int, Row], Problem | None]  # converts a row and its number to a problem; None without a question
 
 
@@ -157,11 +157,11 @@ def _column(what: str, named: Names, usual: Sequence[str], columns: Sequence[str
     found = next((name for name in names if name in columns), None) or (None if names else _usual(usual, columns))
     if found is None and names:
         listed = " or ".join(map(repr, names))
-        raise DataError(f"data {source} has no column {listed} (it has: {', '.join(columns)}): task.{what}=COLUMN")
+        raise DataError(f"data {source} has no column {listed} (it has: {', '.join(columns)}): set task.{what}=COLUMN")
     if found is None:
         raise DataError(
             f"data {source}: none of its columns is called {', '.join(usual)} (it has: {', '.join(columns)}); "
-            f"name the column with the {what}: task.{what}=COLUMN"
+            f"name the column with the {what}: set task.{what}=COLUMN"
         )
     return found
 

@@ -20,7 +20,7 @@ TRAIN = "train"
 HELD_OUT = ("test", "validation")  # names of held-out splits, tried in this order
 OFF = "off"  # a value of ``test_split``: hold out a share of the training split
 IN_MEMORY = "in memory"
-LONGEST_REASON = 500  # characters of an error of datasets
+LONGEST_REASON = 500  # characters shown of an error message from datasets
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Source:
 def sources_of(data: Any, questions: Iterable[str], **defaults: Any) -> list[Source]:
     """Return the data sets of a setting: a name, a group of settings with a name, a list of these, or rows in memory.
 
-    If the first group in a list has one of the columns ``questions`` or has no name, the list is a list of rows.
+    A list contains rows if its first entry is a dict without ``name``, or with one of the columns ``questions``.
     """
     several = isinstance(data, list | tuple) and bool(data) and _is_named(data[0], questions)
     return [_source(each, defaults) for each in (data if several else [data])]
@@ -127,7 +127,7 @@ class Tables:
         if split in self.splits:
             return self.splits[split]
         if re.search(r"[\[+]", split) and _on_hub(self.source) and not self.streamed:
-            return _load(self.source, split)  # "train[:1000]", as datasets writes it
+            return _load(self.source, split)  # a slice such as "train[:1000]", which only datasets can read
         names = ", ".join(self.splits)
         columns = "; if these are columns, pass datasets.Dataset.from_dict(data)" if type(self.splits) is dict else ""
         raise DataError(

@@ -1,4 +1,4 @@
-"""Knights and Knaves: find out who tells the truth from what everyone says."""
+"""Knights and Knaves: from what everyone says, find out who tells the truth."""
 
 from poise.tasks.knights_knaves.puzzle import Puzzle, generate, read
 from poise.tasks.knights_knaves.statements import canonical, solve, split_of

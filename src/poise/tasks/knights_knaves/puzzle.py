@@ -287,8 +287,7 @@ def _compound(form: str, plain: list[Statement], depth: int, rng: Random) -> Sta
 
 
 def read(path: str | PathLike[str]) -> list[Puzzle]:
-    """Read the puzzles of a file (``.jsonl``, ``.parquet``, …). The file's solution must be a puzzle's only
-    solution."""
+    """Read the puzzles of a file (``.jsonl``, ``.parquet``, …). Each must have exactly one solution: the file's."""
     return [_puzzle(row, Path(path), number) for number, row in read_all(str(path))]
 
 

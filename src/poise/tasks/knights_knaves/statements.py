@@ -125,7 +125,7 @@ def canonical(statements: Sequence[Statement]) -> str:
     logically equivalent statements. The text lists the statements' truth tables in a canonical order of the people. A
     search finds this order; every step of the search depends only on properties that renaming does not change.
 
-    The search is graph canonicalization. Colour the people by such properties, and refine each person's colour by the
+    The search is graph canonicalization. Colour the people by these properties, and refine each person's colour by the
     colours of the other people until no colour changes. If several people still have the same colour, try each of them
     as the first and keep the smallest result. For people who are interchangeable, one try is enough.
     """

@@ -133,7 +133,7 @@ class KnightsKnaves:
 
 
 def _counts(people: int | str | Sequence[int]) -> tuple[int, ...]:
-    return sizes("KnightsKnaves", "people", people, 0, 999)  # check_settings has the range
+    return sizes("KnightsKnaves", "people", people, 0, 999)  # check_settings checks the real range
 
 
 # The reward

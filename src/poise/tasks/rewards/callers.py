@@ -83,7 +83,7 @@ class Process:
             if late.is_set():
                 raise LostError(f"took longer than {seconds:g} seconds") from None
             raise LostError(f"ended its process ({_ending(self._process.returncode)})") from None
-        except BaseException:  # interrupted: otherwise the reply to this request would be read as the next one
+        except BaseException:  # an interrupt: the reply must not be taken for that of the next request
             self.kill()
             raise
         finally:
@@ -168,7 +168,7 @@ class InProcess:
         self.name, self.spec = name, spec
 
     def values(self, batch: Batch) -> Outcome:
-        """Call the reward on the whole batch. If the call fails, raise a ``RewardError`` that names the row."""
+        """Call the reward on the whole batch. If it fails, raise a ``RewardError`` with the row, if known."""
         try:
             return self._attempt(batch, range(len(batch.ids)))
         except worker.WrongError as error:

@@ -19,7 +19,7 @@ from poise.tasks.rewards.arithmetic import ExpressionError, evaluate
 from poise.tasks.rewards.formulas import LONGEST, changes_value, clean, number, number_in
 
 _OR = re.compile(r"\\(?:text|mathrm)\s?\{\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|;")
-_WORD = re.compile(r"[A-Za-z]{4,}(?:[ '-][A-Za-z]+)*|(?i:no|yes|odd|all|one|two|six|ten|red|sun|mon)")  # abc: a product
+_WORD = re.compile(r"[A-Za-z]{4,}(?:[ '-][A-Za-z]+)*|(?i:no|yes|odd|all|one|two|six|ten|red|sun|mon)")  # abc is a·b·c
 _EQUALS = re.compile(r"(?<![<>!:/\\=])(?<!\\not)(?<!\\not )=(?![=/])")
 _VARIABLE = re.compile(
     r"[A-Za-z]'{0,3}(?:_\{?\w{1,3}\}?)?(?:\s?\(\s?\w{1,3}\s?\))?|\\[a-z]{2,8}"

@@ -36,7 +36,7 @@ TABLE = {kind.__name__.lower(): kind for kind in (Exact, Choice, Number, Math, R
 class Spec:
     """A reward and its location for a worker process; ``module`` is None if a worker process cannot load the reward.
 
-    ``foreign`` is True if the reward is not part of poise. ``code`` is the fingerprint of the reward's files at load.
+    ``foreign`` is True if the reward is not part of poise. ``code`` is the fingerprint of its files when loaded.
     """
 
     reward: Callable[..., Any]
@@ -92,13 +92,13 @@ def find(text: str | Callable[..., Any]) -> Spec:
 def _check_reach(name: str) -> None:
     """Raise an error for a path to code that is not a reward: loading a reward may call this code."""
     if not _user_code.is_foreign(name):  # poise's code needs no consent, so only the rewards in TABLE are allowed
-        raise ValueError(f"reward {name!r}: poise's own rewards go by their short names: {', '.join(TABLE)}")
+        raise ValueError(f"reward {name!r}: use the short names of poise's own rewards: {', '.join(TABLE)}")
     if re.split("[.:]", name)[0] in sys.stdlib_module_names and ".py:" not in name:  # os.system, subprocess.Popen
         raise ValueError(f"reward {name!r} is part of Python itself, not a reward")
 
 
 def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Parse a name and its settings. Unlike in ``read_call``, the name may be any path, also with spaces."""
+    """Parse a name and its settings. Unlike in ``read_call``, the name may be any path, even one with spaces."""
     name, bracket, rest = text.strip().partition("(")
     if not name or any(char in name for char in "'\"\n"):
         raise ValueError(f"cannot read the reward {short(text)}; write name, name(setting=value) or file.py:name")
@@ -178,8 +178,7 @@ class Rewards(AbstractContextManager["Rewards"]):
     def feedback(self, text: str, parts: Mapping[str, float]) -> str:
         """Return what is wrong with a reply, reward by reward. ``parts`` comes from the reply's grade.
 
-        For a reward that is not part of poise, the text has the reward's value. The text never reveals the right
-        answer.
+        Feedback on a user's reward gives only its value. Feedback never reveals the right answer.
         """
         sentences = []
         for name, spec in zip(self.names, self.specs, strict=True):

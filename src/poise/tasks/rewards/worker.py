@@ -1,6 +1,6 @@
 """Call a reward. As a script, this file is the worker process that runs a reward and that poise can kill.
 
-The script needs only the standard library. The script imports neither poise nor torch, but a reward may import both.
+The script imports only the standard library, neither poise nor torch; a reward may import both.
 Requests and replies are JSON, and nothing is unpickled. A reply has the number of its request.
 """
 
@@ -338,7 +338,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main() -> None:
-    """Run a service. The command-line arguments are the connection's file descriptor and the service's name."""
+    """Fork a worker for the service, and supervise it. Arguments: the connection's file descriptor, the service."""
     connection, service = Connection(int(sys.argv[1])), sys.argv[2]
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     if worker := os.fork():
