@@ -264,11 +264,10 @@ def main() -> None:
         trial, ends = Trial(Path(place), args.seed, args.device), list[dict[str, list[str]]]()
         for number in range(args.runs):
             ends.append(trial.end(number))
-            text = json.dumps(result(trial, ends), indent=1)
             if args.out:
-                args.out.write_text(text + "\n")
+                args.out.write_text(json.dumps(result(trial, ends), indent=1) + "\n")
             print(f"run {number + 1}: {'other bytes' if any(ends[-1].values()) else 'identical'}", flush=True)
-    print(text)
+        print(json.dumps(result(trial, ends), indent=1))
 
 
 if __name__ == "__main__":

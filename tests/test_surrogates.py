@@ -1,7 +1,7 @@
 """Surrogates: token by token against formulas written out here, their reductions, and what no cut may change."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -400,3 +400,16 @@ def test_a_surrogate_of_ones_own():
     loss, _, _ = loss_and_gradient(batch, Phase.of(batch), Settings(surrogate=Square()), logp)
     gap = (logp - batch.old_logp)[batch.mask]
     assert loss.item() == pytest.approx(-(gap.square() * batch.token_advantages[batch.mask]).mean().item())
+
+
+def test_a_field_of_an_own_surrogate_does_not_set_the_aggregation():
+    @dataclass(frozen=True)
+    class Mine(surrogates.Surrogate):
+        sequence_mean: bool = True  # a name that two of poise's surrogates have
+
+        def value(self, logp, parts):
+            return parts.policy * logp
+
+    assert Mine().aggregation is None
+    assert surrogates.parse("gspo").aggregation == surrogates.parse("sapo").aggregation == surrogates.SEQUENCE_MEAN
+    assert surrogates.parse("gspo(sequence_mean=false)").aggregation is None

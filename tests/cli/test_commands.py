@@ -62,11 +62,24 @@ def test_dry_run_tells_the_time_of_steps_like_those_of_its_folder(tmp_path):
     settings = [f"run={config.run}", "steps=5", "device=cpu", "--dry-run"]
     assert "# time" not in poise("train", "tiny", *settings).output
     for step, seconds in enumerate((90.0, 30.0, 31.0), 1):
-        folder.log(step, {"time/step": seconds})
+        folder.log(step, {"time/step": seconds, "tokens/total": 1000 * step})
     took = f"# time: a step took 31 s (median of 3 in {config.run})"
-    assert f"{took}: 5 steps take about 2:35, " in poise("train", "tiny", *settings).output
-    resumed = poise("train", "--resume", f"run={config.run}", "--dry-run").output
-    assert f"{took}: 2 steps take about 1:02, without evaluations and checkpoints" in resumed
+    assert f"{took}: 5 steps may take 2:35, " in poise("train", "tiny", *settings).output
+    assert f"{took}: 2 steps may take 1:02, " in poise("train", "tiny", *settings, "budget=1500").output
+    assert "# time" not in poise("train", "tiny", *settings, "group=2").output
+    resumed = ["train", "--resume", f"run={config.run}", "--dry-run"]
+    assert f"{took}: 2 steps may take 1:02, without evaluations and checkpoints" in poise(*resumed).output
+    assert f"{took}: 1 step may take 0:31, " in poise(*resumed, "steps=9", "budget=3900").output
+    assert f"{took}: 0 steps may take 0:00, " in poise(*resumed, "budget=2000").output
+
+
+@pytest.mark.parametrize("line", ['{"x": 1}\n', '{"step": 4, "time/step": -5}\n', '{"step": 4, "time/step": 1e299}\n'])
+def test_dry_run_does_not_depend_on_the_metrics_of_its_folder(tmp_path, line):
+    config = configs.load("tiny", [f"run={tmp_path / 'run'}", "device=cpu"])
+    (RunFolder.create(config.run, config.model_dump(mode="json")).path / "metrics.jsonl").write_text(line + line)
+    result = poise("train", "tiny", f"run={config.run}", "device=cpu", "--dry-run")
+    assert result.exit_code == 0
+    assert "# time" not in result.output
 
 
 def test_dry_run_tells_the_memory_of_a_model_that_is_here():
@@ -274,7 +287,7 @@ def test_the_curves_of_a_run_over_any_axis(trained, tmp_path):
 
 
 def test_the_report_of_a_comparison_is_its_page(tmp_path):
-    (tmp_path / "plan.json").touch()
+    (tmp_path / "comparison.html").touch()
     assert f"open {tmp_path}/comparison.html" in " ".join(fails("report", tmp_path).split())
 
 
@@ -429,5 +442,10 @@ def test_a_folder_that_is_taken_is_refused_before_the_trainer_is_imported(tmp_pa
 
 @pytest.mark.parametrize("command", ["diagnose", "eval"])
 def test_the_folder_of_a_comparison_is_no_model(command, tmp_path):
-    (tmp_path / "plan.json").touch()
-    assert f"holds a comparison, not a run: open {tmp_path / 'comparison.html'}" in fails(command, tmp_path)
+    (tmp_path / "plan.json").touch()  # the comparison has no results yet
+    assert "holds a comparison, not a run: name one of its runs" in fails(command, tmp_path)
+    (tmp_path / "comparison.html").touch()
+    (tmp_path / "plan.json").unlink()  # only its results were copied
+    assert f"holds a comparison, not a run: open {tmp_path / 'comparison.html'}, or name" in fails(command, tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds a comparison" not in fails(command, tmp_path)

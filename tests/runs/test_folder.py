@@ -174,6 +174,13 @@ def test_a_broken_line_in_the_middle_is_an_error(run, line):
         run.metrics()
 
 
+@pytest.mark.parametrize("step", [-1, 10**12])
+def test_a_step_out_of_range_is_an_error_in_the_last_line_too(run, step):
+    (run.path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"step": {step}}}\n')
+    with pytest.raises(DamagedError, match=r"metrics.jsonl, line 2: the step is not between 0 and 999,999,999,999"):
+        run.metrics()
+
+
 def test_half_a_line_is_taken_back_when_the_disk_is_full(run):
     resource = pytest.importorskip("resource")  # the one real way to make a write fail: a limit on the size of files
     run.log(1, {"a": 1.0})

@@ -48,8 +48,10 @@ def check_no_comparison(folder: str | Path) -> None:
     """Exit with an error if ``folder`` holds a comparison, not a run."""
     from poise.runs.listing import is_comparison
 
-    if is_comparison(Path(folder)):
-        fail(f"{folder} holds a comparison, not a run: open {folder}/comparison.html, or name one of its runs")
+    place, page = Path(folder), Path(folder) / "comparison.html"
+    if (page.is_file() or is_comparison(place)) and not (place / "config.json").exists():
+        name = "name one of its runs"
+        fail(f"{folder} holds a comparison, not a run: {f'open {page}, or {name}' if page.is_file() else name}")
 
 
 def _model(name: str) -> str:

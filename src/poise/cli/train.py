@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,9 @@ from poise.runs.listing import is_run
 if TYPE_CHECKING:
     from poise.training.config.schema import Config
 
+LONGEST_STEP = 1e6  # seconds; a longer one is damage
+# A step takes equally long whatever these settings are.
+SAME_TIME = ("run", "steps", "budget", "seed", "tracking", "evaluation", "checkpoint_every", "keep_checkpoints")
 OTHER_OPTIONS = {"ignore_unknown_options": True}  # ``split_arguments`` refuses them and says how settings are written
 
 
@@ -86,20 +90,31 @@ def train(
 
 
 def _hours(config: Config, *, resume: bool) -> str:
-    """Estimate the time of the steps to train from those in the run's folder; empty if the folder has none."""
+    """Estimate the time of the steps to train from those in the run's folder; empty if none has these settings."""
+    from poise._lib.errors import counted
     from poise._lib.files import expand
-    from poise.runs.folder import RunFolder
+    from poise.runs.folder import DamagedError, RunFolder
     from poise.runs.subscribers.console import duration
+    from poise.training.config.run_settings import differences
 
     place = expand(config.run)
-    rows = RunFolder.open(place, resume=False).metrics() if is_run(place) else []
-    seconds = [row["time/step"] for row in rows if row.get("time/step")]
-    if not seconds:
+    if not is_run(place):
         return ""
-    step = median(seconds)
-    left = max(0, config.steps - rows[-1]["step"]) if resume else config.steps
+    try:
+        folder = RunFolder.open(place, resume=False)
+        rows, others = folder.metrics(), differences(folder.config, config.model_dump(mode="json"))
+    except DamagedError:
+        return ""  # training says more about it
+    seconds = [row["time/step"] for row in rows if 0 < (row.get("time/step") or 0) < LONGEST_STEP]
+    if not seconds or not all(key.startswith(SAME_TIME) for key, _, _ in others):
+        return ""
+    done, tokens = rows[-1]["step"] or 1, rows[-1].get("tokens/total") or 0
+    left = config.steps - (done if resume else 0)
+    if config.budget and tokens > 0:
+        left = min(left, ceil((config.budget - (tokens if resume else 0)) * done / tokens))
+    left, step = max(0, left), median(seconds)
     took = f"a step took {step:.3g} s (median of {len(seconds)} in {config.run})"
-    return f"{took}: {left} steps take about {duration(left * step)}, without evaluations and checkpoints"
+    return f"{took}: {counted(left, 'step')} may take {duration(left * step)}, without evaluations and checkpoints"
 
 
 def _memory(config: Config) -> str:

@@ -211,14 +211,15 @@ class RunFolder:
             try:
                 record = dict(loads(line))
                 record = {**record, "step": int(record["step"])}
-                if not 0 <= record["step"] <= LAST_STEP:
-                    raise ValueError
             except (ValueError, TypeError, KeyError, OverflowError):
                 # A power cut may leave a last line of the right length with wrong bytes.
                 if number == len(lines) and not torn:
                     return
                 why = f"this is not a JSON object with a step: {line[:60]!r}"
                 raise DamagedError(f"{self._metrics}, line {number}: {why}; remove the line, or {COPY}") from None
+            if not 0 <= record["step"] <= LAST_STEP:
+                why = f"the step is not between 0 and {LAST_STEP:,}"
+                raise DamagedError(f"{self._metrics}, line {number}: {why}; remove the line, or {COPY}")
             yield line + b"\n", record
 
     # Rollouts

@@ -86,7 +86,7 @@ class Surrogate(ABC):
     @property
     def aggregation(self) -> str | None:
         """The aggregation that replaces ``objective.aggregation``; None if the surrogate works with any."""
-        return SEQUENCE_MEAN if getattr(self, "sequence_mean", False) else None
+        return None
 
     @property
     def bound(self) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from poise._lib.errors import check_range
-from poise.surrogates.base import Surrogate, Terms, check_switch, limit, one
+from poise.surrogates.base import SEQUENCE_MEAN, Surrogate, Terms, check_switch, limit, one
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class Sapo(Surrogate):
         check_range("sapo", "positive", self.positive, 1e-6)
         check_range("sapo", "negative", self.negative, 1e-6)
         check_switch("sapo", "sequence_mean", self.sequence_mean)
+
+    @property
+    def aggregation(self) -> str | None:
+        """The mean over sequences, unless ``sequence_mean=False``."""
+        return SEQUENCE_MEAN if self.sequence_mean else None
 
     def value(self, logp: Tensor, parts: Terms) -> Tensor:
         """The gate times the advantage."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from poise._lib.errors import check_range
 from poise.batch import TokenBatch
-from poise.surrogates.base import Surrogate, Survey, Terms, check_switch, clipped, k3, outside
+from poise.surrogates.base import SEQUENCE_MEAN, Surrogate, Survey, Terms, check_switch, clipped, k3, outside
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class Gspo(Surrogate):
         check_range("gspo", "clip_low", self.clip_low, 0.0, 1.0)
         check_range("gspo", "clip_high", self.clip_high, 0.0)
         check_switch("gspo", "sequence_mean", self.sequence_mean)
+
+    @property
+    def aggregation(self) -> str | None:
+        """The mean over sequences, unless ``sequence_mean=False``."""
+        return SEQUENCE_MEAN if self.sequence_mean else None
 
     def survey(self, logp: Tensor, batch: TokenBatch) -> Survey:
         """The mean log-ratio of each response."""

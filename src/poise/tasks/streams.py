@@ -154,5 +154,5 @@ def draw_of_split(
             return candidate
     raise TaskError(
         f"{owner}: no {split} problem among {PATIENCE} draws: these settings allow too few different problems; "
-        "widen the settings"
+        "widen the settings, or choose another task"
     )

@@ -199,4 +199,4 @@ def _read(folder: Path) -> Document | None:
             for arm in arms.values()
         ) and isinstance(data.get("registered", {}), dict):
             return dict(data)
-    raise ConfigError(f"{path} is not a plan in the form that poise writes: restore the file from a copy, {ANOTHER}")
+    raise ConfigError(f"{path} is not a plan of this version of poise: restore the file from a copy, {ANOTHER}")

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
@@ -23,6 +24,9 @@ from poise.tasks import data_fingerprint
 from poise.training.config.schema import Config
 from poise.training.resume import TrainError
 
+MOST_LOSSES = 3  # give up after this many deaths of the server, which does little and should never die
+TRIES = 50  # to reach a new server, a tenth of a second apart
+SERVER_DIED = 255  # multiprocessing's exit code for a process whose server has died
 # NVIDIA's MPS lets processes use one GPU at the same time instead of in turns, which is faster.
 CONTROL = "nvidia-cuda-mps-control"
 TRIAL = "import torch; torch.zeros(1, device='cuda').sum().item()"  # fails if a client cannot connect
@@ -43,6 +47,7 @@ class Processes:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["poise.referee.compare.preload"])
         self._running: dict[Path, multiprocessing.context.ForkServerProcess] = {}
+        self._losses = 0
 
     def start(self, config: Config, log: Path, before: Path | None = None) -> None:
         """Start or resume a run, and append its output to ``log``. ``before``: see ``worker.Job``."""
@@ -52,7 +57,7 @@ class Processes:
         process = self._context.Process(target=worker.main, args=(job, log))
         try:
             with _safe_path():
-                process.start()  # waits for the server's imports, before the run's time starts
+                _start(process)  # waits for the server's imports, before the run's time starts
         except (OSError, EOFError) as error:
             raise TrainError("the process that starts runs has ended: see its output above") from error
         self._running[Path(config.run)] = process
@@ -61,10 +66,17 @@ class Processes:
         """Wait at most ``seconds`` for a run to end; return the runs that have ended."""
         ready = connection.wait([process.sentinel for process in self._running.values()], seconds)
         done = {folder: process for folder, process in self._running.items() if process.sentinel in ready}
+        if any(process.exitcode == SERVER_DIED for process in done.values()):
+            self._losses += 1
+            if self._losses == MOST_LOSSES:
+                raise TrainError(f"the process that starts runs has ended {MOST_LOSSES} times: is there enough memory?")
+            done = dict(self._running)  # all runs die with their server; none of them has failed
+        exits = []
         for folder, process in done.items():
             process.join()
             del self._running[folder]
-        return [RunExit(folder, process.exitcode or 0) for folder, process in done.items()]
+            exits.append(RunExit(folder, worker.STOPPED if process.exitcode == SERVER_DIED else process.exitcode or 0))
+        return exits
 
     def stop(self) -> None:
         """Ask every run to finish its step and save it."""
@@ -78,6 +90,15 @@ class Processes:
         for process in self._running.values():
             process.join()
         self._running.clear()
+
+
+def _start(process: multiprocessing.context.ForkServerProcess) -> None:
+    """Start a process. Retry if the server has just died and the system has not noticed yet."""
+    for _ in range(TRIES):
+        with suppress(ConnectionRefusedError):
+            return process.start()
+        time.sleep(0.1)
+    return process.start()
 
 
 @contextmanager
