@@ -6,7 +6,7 @@
     python benchmarks/real_sizes.py --tiny --trl-engine generate --json out.json       # every case small, on a CPU
 
 A case is a shipped recipe with random weights of a shape, compiled as a long run would be. Responses never end early,
-and all have an advantage; with ``--ends N`` so many tokens of the vocabulary end a response that it has about N tokens.
+and all have an advantage. With ``--ends N``, 1/N of the vocabulary ends a response, so the mean length is about N.
 The cases with the name of a recipe are that recipe as written, with up to 4,096 tokens; those with a limit in their
 name may use that much memory. Cases ``…-trl`` train the same recipe with TRL and vLLM (``real_sizes_trl.py``).
 

@@ -105,7 +105,7 @@ def vllm_share(config: Config, model: Path) -> float:
 
 
 def problems(config: Config, task: Task, tokenizer: Any, count: int) -> list[Any]:
-    """So many problems whose prompts are as short as poise allows."""
+    """The first ``count`` problems whose prompts fit ``rollout.max_prompt``."""
     found: list[Any] = []
     for problem in task.problems("train", config.seed):
         text = tokenizer.apply_chat_template(message(problem), tokenize=False, add_generation_prompt=True)

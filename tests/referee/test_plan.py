@@ -362,7 +362,7 @@ def test_a_plan_keeps_the_looks_at_its_results(tmp_path):
     plan_file.write(plan)
     assert plan_file.read_looks(plan) == []
     plan_file.write(plan, [6, 8])
-    plan_file.write(make(tmp_path, "seeds=4"))  # the same command goes on, with more seeds
+    plan_file.write(make(tmp_path, "seeds=4"))  # the same comparison, with more seeds
     assert plan_file.read_looks(plan) == [6, 8]
 
 

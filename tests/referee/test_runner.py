@@ -253,7 +253,7 @@ def test_hours_end_with_whole_seeds(tmp_path, monkeypatch):
     assert len(started) == 6
     assert ended.out_of_time
     assert "hours=0.125" in ended.view.notes[0]
-    assert len(carry_out(plan, behave, jobs=1)[1]) == 6  # the same command goes on
+    assert len(carry_out(plan, behave, jobs=1)[1]) == 6  # the same command continues
 
 
 # Progress in lines
